@@ -1,0 +1,11 @@
+# Flags for our own sources only: nothing here reaches a user of zero::zero.
+
+add_library(zero_warnings INTERFACE)
+# g++ leaves sign conversions out of -Wconversion and clang doesn't; here they agree.
+target_compile_options(zero_warnings INTERFACE
+  $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-Wall;-Wextra;-Wpedantic;-Wconversion;-Wno-sign-conversion;-Wshadow;-Werror>)
+
+# Tests compare bits, and contraction into fused multiply-adds changes bits between loops.
+add_library(zero_exact_arithmetic INTERFACE)
+target_compile_options(zero_exact_arithmetic INTERFACE
+  $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off>)

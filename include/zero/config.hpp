@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// The library's only macros: its version, and what differs between compilers and systems.
+/// Nothing outside this header asks about a compiler, a system or a header's presence.
+#pragma once
+
+#define ZERO_VERSION_MAJOR 0
+#define ZERO_VERSION_MINOR 1
+#define ZERO_VERSION_PATCH 0
+
+/// Marks a function that runs on the host and, where CUDA compiles the file, on the device too.
+#if defined(__CUDACC__)
+#define ZERO_HOST_DEVICE __host__ __device__
+#else
+#define ZERO_HOST_DEVICE
+#endif
+
+/// x86 with SSE2: the square root of a whole vector register is written as an intrinsic, since
+/// the builtin may set `errno` and so is not vectorised under a user's default flags.
+#if defined(__SSE2__)
+#define ZERO_SSE2 1
+#else
+#define ZERO_SSE2 0
+#endif
+
+/// Whether compiler vector types serve update rules on the host. CUDA's compiler refuses them in
+/// host-and-device functions, which rules are.
+#if defined(__GNUC__) && !defined(__CUDACC__)
+#define ZERO_VECTOR_TYPES 1
+#else
+#define ZERO_VECTOR_TYPES 0
+#endif
+
+/// Whether the update loops are compiled a second time for AVX2 and picked when the processor has
+/// it.
+#if ZERO_SSE2 && ZERO_VECTOR_TYPES && !defined(__AVX2__)
+#define ZERO_AVX2_CLONES 1
+#else
+#define ZERO_AVX2_CLONES 0
+#endif
+
+/// Linux: memory may be asked to lie on huge pages (madvise).
+#if defined(__linux__)
+#define ZERO_HUGE_PAGES 1
+#else
+#define ZERO_HUGE_PAGES 0
+#endif

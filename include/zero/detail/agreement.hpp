@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// The collective check, at construction, that all ranks were given the same.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zero/communicator.hpp"
+#include "zero/error.hpp"
+
+namespace zero::detail {
+
+/// A refusal cut to what fits into a fixed message.
+using Text = std::array<char, 240>;
+
+[[nodiscard]] inline Text to_text(const std::string& from) {
+  Text text{};
+  std::memcpy(text.data(), from.data(), std::min(from.size(), text.size() - 1));
+  return text;
+}
+
+/// One parameter as the ranks compare it.
+struct ParameterDigest {
+  std::uint64_t elements = 0;
+  std::uint64_t description = 0;  ///< hash of name, shape, type, attributes, group
+  std::uint64_t values = 0;       ///< hash of the initial values, 0 where they aren't compared
+};
+
+/// Everything as the ranks compare it.
+struct Digest {
+  std::uint64_t program = 0;   ///< hash of the optimizer's type: policies included
+  std::uint64_t settings = 0;  ///< hash of bucket size, gradient mode and scale, groups
+  std::uint64_t parameters = 0;
+  std::uint64_t count = 0;
+  Text refusal{};  ///< why this rank can't be constructed; empty if it can
+};
+
+/// Every rank's `mine`, in rank order.
+template <class T, HostExchange C>
+std::vector<T> exchange_all(C& comm, std::span<const T> mine) {
+  std::vector<T> all(mine.size() * static_cast<std::size_t>(comm.size()));
+  comm.exchange(std::as_bytes(mine), std::as_writable_bytes(std::span(all))).wait();
+  return all;
+}
+
+/// Throws the same `UsageError` on all ranks where one refuses, or where they differ.
+/// @param name gives a parameter's quoted name by index
+template <HostExchange C, class Name>
+void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> parameters,
+                       const Name& name) {
+  const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
+  const auto refuse = [](std::size_t rank, const std::string& what) {
+    throw UsageError("construction: rank " + std::to_string(rank) + " differs from rank 0: " + what);
+  };
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].refusal[0] == '\0') continue;
+    throw UsageError("construction: rank " + std::to_string(r) +
+                     " refused, so no rank was constructed: " + all[r].refusal.data());
+  }
+  std::uint64_t compared = all[0].count;
+  bool differ = false;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].program != all[0].program) {
+      refuse(r, "its optimizer has another type; use the same element types and policies");
+    }
+    if (all[r].settings != all[0].settings) {
+      refuse(r, "its bucket size, settings or number of groups are others");
+    }
+    differ = differ || all[r].parameters != all[0].parameters || all[r].count != all[0].count;
+    compared = std::min(compared, all[r].count);
+  }
+  if (!differ) return;
+  const auto ranked = exchange_all(comm, parameters.first(compared));
+  for (std::size_t i = 0; i < compared; ++i) {
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      const ParameterDigest& here = ranked[r * compared + i];
+      const ParameterDigest& first = ranked[i];
+      if (here.elements != first.elements) {
+        refuse(r, name(i) + " has " + std::to_string(here.elements) + " elements, not " +
+                      std::to_string(first.elements));
+      }
+      if (here.description != first.description) {
+        refuse(r, name(i) + " has another name, shape, element type, group or attribute");
+      }
+      if (here.values != first.values) {
+        refuse(r, name(i) + " has other initial values; start all ranks from the same (the same "
+                            "seed, or a broadcast from rank 0)");
+      }
+    }
+  }
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].count != all[0].count) {
+      refuse(r, "it has " + std::to_string(all[r].count) + " parameters, not " +
+                    std::to_string(all[0].count) + "; the first " + std::to_string(compared) +
+                    " are the same");
+    }
+  }
+}
+
+}  // namespace zero::detail

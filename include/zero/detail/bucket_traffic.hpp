@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// One lane's buckets on their way through any communicator: pack, reduce, gather, unpack.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "zero/communicator.hpp"
+#include "zero/detail/lane.hpp"
+#include "zero/layout.hpp"
+#include "zero/memory.hpp"
+
+namespace zero::detail {
+
+/// Buckets travel through a ring of staging buffers, started and finished in one order, so that
+/// memory is a few buckets whatever the model. Nothing is packed where a bucket lies contiguously
+/// in the caller's memory, nor gathered anywhere but in place where the lane has one base.
+template <Element T, class Comm, class Partition, std::size_t slots>
+class BucketTraffic {
+  using Lane = HostLane<T, slots>;
+
+ public:
+  /// Buckets in flight at once.
+  static constexpr std::size_t ring_size = 4;
+
+  BucketTraffic(Lane& lane, const Layout<Partition>& layout, Comm& comm, bool shards_state,
+                bool poison, std::pmr::memory_resource* memory)
+      : lane_(&lane),
+        layout_(&layout),
+        comm_(&comm),
+        shards_state_(shards_state),
+        poison_(poison),
+        sum_begin_(layout.buckets(lane.index)) {
+    std::size_t largest = 0;
+    std::size_t mine = 0;
+    for (std::size_t b = 0; b < sum_begin_.size(); ++b) {
+      const Interval bucket = layout.bucket(lane.index, b);
+      largest = std::max(largest, bucket.size());
+      sum_begin_[b] = shards_state ? mine : bucket.begin;
+      mine += layout.slice(lane.index, b, comm.rank()).size();
+    }
+    ring_.resize(std::min(ring_size, sum_begin_.size()));
+    for (Flight& flight : ring_) {
+      if (shards_state) flight.buffer = HostArray<T>(largest, memory);
+      flight.counts.resize(static_cast<std::size_t>(comm.size()));
+    }
+  }
+  BucketTraffic(const BucketTraffic&) = delete;
+  BucketTraffic& operator=(const BucketTraffic&) = delete;
+
+  /// Bytes of the staging buffers.
+  [[nodiscard]] std::size_t staging_bytes() const noexcept {
+    std::size_t sum = 0;
+    for (const Flight& flight : ring_) sum += flight.buffer.bytes();
+    return sum;
+  }
+
+  /// Where a bucket's summed gradients start in `lane.reduced`: those of the own slice, or of the
+  /// whole bucket without sharding.
+  [[nodiscard]] std::size_t sum_begin(std::size_t bucket) const { return sum_begin_[bucket]; }
+
+  /// Starts to sum a bucket's gradients. Waits for the oldest flight where all buffers are taken.
+  void start_reduce(std::size_t bucket) {
+    const Interval whole = layout_->bucket(lane_->index, bucket);
+    Flight& flight = take_off(Kind::reduce, bucket);
+    if (whole.empty()) return;
+    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
+    const std::span<T> sums = lane_->reduced.span().subspan(sum_begin_[bucket]);
+    if (!shards_state_) {
+      pack_gradients(whole, sums.first(whole.size()));
+      flight.all_reduce.emplace(comm_->all_reduce(sums.first(whole.size()), ReduceOp::sum));
+      return;
+    }
+    std::span<const T> input = contiguous_gradients(whole);
+    if (input.empty()) {
+      const std::span<T> staged = flight.buffer.span().first(whole.size());
+      pack_gradients(whole, staged);
+      input = staged;
+    }
+    if (layout_->even(lane_->index, bucket)) {
+      flight.reduce_scatter.emplace(
+          comm_->reduce_scatter(input, sums.first(mine.size()), ReduceOp::sum));
+    } else {
+      count_slices(bucket, flight);
+      flight.reduce_scatter_v.emplace(comm_->reduce_scatter_v(
+          input, sums.first(mine.size()), std::span<const std::size_t>(flight.counts),
+          ReduceOp::sum));
+    }
+  }
+
+  /// Returns once the first `count` started reductions of this round are finished.
+  void finish_reduces(std::size_t count) {
+    while (reduces_landed_ < count) land_oldest();
+  }
+
+  /// Starts to fetch everybody's slice of a bucket into this rank's values.
+  void start_gather(std::size_t bucket) {
+    const Interval whole = layout_->bucket(lane_->index, bucket);
+    Flight& flight = take_off(Kind::gather, bucket);
+    if (whole.empty()) return;
+    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
+    T* const target =
+        lane_->base != nullptr ? lane_->base + whole.begin : flight.buffer.data();
+    const std::span<T> output(target, whole.size());
+    const std::span<T> input = output.subspan(mine.begin - whole.begin, mine.size());
+    if (lane_->base == nullptr) {
+      if (poison_) {
+        std::fill(output.begin(), output.end(), std::numeric_limits<T>::quiet_NaN());
+      }
+      for (const Fragment& f : layout_->fragments(lane_->index, mine)) {
+        std::memcpy(target + (f.lane_begin - whole.begin), lane_->values_at(f),
+                    f.elements * sizeof(T));
+      }
+    }
+    if (layout_->even(lane_->index, bucket)) {
+      flight.all_gather.emplace(comm_->all_gather(std::span<const T>(input), output));
+    } else {
+      count_slices(bucket, flight);
+      flight.all_gather_v.emplace(comm_->all_gather_v(
+          std::span<const T>(input), output, std::span<const std::size_t>(flight.counts)));
+    }
+  }
+
+  /// Lands everything and forgets the round.
+  void finish_all() {
+    while (in_flight_ > 0) land_oldest();
+    reduces_landed_ = 0;
+  }
+
+ private:
+  enum class Kind { reduce, gather };
+
+  template <class R>
+  static void finish(std::optional<R>& request) {
+    if (!request) return;
+    request->wait();
+    request.reset();
+  }
+
+  struct Flight {
+    // Requests come last: an unfinished one must be given up before its memory is.
+    HostArray<T> buffer;
+    std::vector<std::size_t> counts;
+    Kind kind = Kind::reduce;
+    std::size_t bucket = 0;
+    using In = std::span<const T>;
+    using Out = std::span<T>;
+    using Counts = std::span<const std::size_t>;
+    std::optional<decltype(std::declval<Comm&>().all_reduce(Out{}, ReduceOp::sum))> all_reduce;
+    std::optional<decltype(std::declval<Comm&>().reduce_scatter(In{}, Out{}, ReduceOp::sum))>
+        reduce_scatter;
+    std::optional<decltype(std::declval<Comm&>().reduce_scatter_v(In{}, Out{}, Counts{},
+                                                                  ReduceOp::sum))>
+        reduce_scatter_v;
+    std::optional<decltype(std::declval<Comm&>().all_gather(In{}, Out{}))> all_gather;
+    std::optional<decltype(std::declval<Comm&>().all_gather_v(In{}, Out{}, Counts{}))>
+        all_gather_v;
+  };
+
+  Flight& take_off(Kind kind, std::size_t bucket) {
+    if (in_flight_ == ring_.size()) land_oldest();
+    Flight& flight = ring_[(oldest_ + in_flight_) % ring_.size()];
+    ++in_flight_;
+    flight.kind = kind;
+    flight.bucket = bucket;
+    return flight;
+  }
+
+  void land_oldest() {
+    Flight& flight = ring_[oldest_];
+    finish(flight.all_reduce);
+    finish(flight.reduce_scatter);
+    finish(flight.reduce_scatter_v);
+    finish(flight.all_gather);
+    finish(flight.all_gather_v);
+    if (flight.kind == Kind::reduce) ++reduces_landed_;
+    if (flight.kind == Kind::gather && lane_->base == nullptr) unpack(flight);
+    oldest_ = (oldest_ + 1) % ring_.size();
+    --in_flight_;
+  }
+
+  void unpack(const Flight& flight) {
+    const Interval whole = layout_->bucket(lane_->index, flight.bucket);
+    const Interval mine = layout_->slice(lane_->index, flight.bucket, comm_->rank());
+    for (const Interval others : {Interval{whole.begin, mine.begin}, Interval{mine.end, whole.end}}) {
+      for (const Fragment& f : layout_->fragments(lane_->index, others)) {
+        std::memcpy(lane_->values_at(f), flight.buffer.data() + (f.lane_begin - whole.begin),
+                    f.elements * sizeof(T));
+      }
+    }
+  }
+
+  /// The bucket's gradients where they lie one behind the other in the caller's memory; or empty.
+  [[nodiscard]] std::span<const T> contiguous_gradients(Interval whole) const {
+    const T* first = nullptr;
+    std::size_t covered = 0;
+    for (const Fragment& f : layout_->fragments(lane_->index, whole)) {
+      const T* at = lane_->gradient_at(f);
+      if (at == nullptr || (covered != 0 && at != first + covered)) return {};
+      if (covered == 0) first = at;
+      covered += f.elements;
+    }
+    if (covered != whole.size()) return {};
+    return {first, covered};
+  }
+
+  /// Absent gradients are zeros to their peers.
+  void pack_gradients(Interval whole, std::span<T> staged) const {
+    if (poison_) std::fill(staged.begin(), staged.end(), std::numeric_limits<T>::quiet_NaN());
+    for (const Fragment& f : layout_->fragments(lane_->index, whole)) {
+      T* const to = staged.data() + (f.lane_begin - whole.begin);
+      if (const T* from = lane_->gradient_at(f)) {
+        std::memcpy(to, from, f.elements * sizeof(T));
+      } else {
+        std::fill_n(to, f.elements, T(0));
+      }
+    }
+  }
+
+  void count_slices(std::size_t bucket, Flight& flight) const {
+    for (int r = 0; r < comm_->size(); ++r) {
+      flight.counts[static_cast<std::size_t>(r)] =
+          layout_->slice(lane_->index, bucket, r).size();
+    }
+  }
+
+  Lane* lane_;
+  const Layout<Partition>* layout_;
+  Comm* comm_;
+  bool shards_state_;
+  bool poison_;
+  std::vector<std::size_t> sum_begin_;
+  std::vector<Flight> ring_;
+  std::size_t oldest_ = 0;
+  std::size_t in_flight_ = 0;
+  std::size_t reduces_landed_ = 0;
+};
+
+}  // namespace zero::detail

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Reads a store once: what the layout and the ranks' agreement need to know of its parameters.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <ranges>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "zero/detail/agreement.hpp"
+#include "zero/detail/hash.hpp"
+#include "zero/detail/store.hpp"
+#include "zero/error.hpp"
+#include "zero/layout.hpp"
+#include "zero/parameter.hpp"
+
+namespace zero::detail {
+
+/// What the engine keeps of a parameter.
+struct ParameterInfo {
+  std::string name;
+  std::size_t group = 0;
+  std::size_t lane = 0;
+  std::size_t elements = 0;
+  bool frozen = false;
+  std::size_t leader = 0;  ///< itself, or the parameter that it is tied to
+  std::size_t ties = 1;    ///< of a leader: how many parameters share its place, itself included
+};
+
+struct Inspection {
+  std::vector<ParameterInfo> parameters;
+  std::vector<ParameterDigest> digests;
+  std::vector<LayoutParameter> places;  ///< its names point into `parameters`
+};
+
+[[noreturn]] inline void refuse_parameter(std::size_t index, std::string_view name,
+                                          const std::string& what) {
+  throw UsageError("construction: " + quoted(index, name) + " " + what);
+}
+
+/// The i-th parameter of a store.
+template <ParamStore S>
+decltype(auto) parameter_at(S& store, std::size_t i) {
+  return std::ranges::begin(store)[static_cast<std::ranges::range_difference_t<S>>(i)];
+}
+
+/// Refuses parameters whose values share memory without being tied.
+inline void refuse_overlaps(const std::vector<ParameterInfo>& parameters,
+                            std::vector<std::array<std::uintptr_t, 3>>& begin_end_index) {
+  std::sort(begin_end_index.begin(), begin_end_index.end());
+  for (std::size_t k = 1; k < begin_end_index.size(); ++k) {
+    if (begin_end_index[k][0] >= begin_end_index[k - 1][1]) continue;
+    const auto [early, late] = std::minmax(begin_end_index[k][2], begin_end_index[k - 1][2]);
+    refuse_parameter(late, parameters[late].name,
+                     "overlaps " + quoted(early, parameters[early].name) +
+                         " in memory; tie them with Attributes{.alias = " +
+                         std::to_string(early) + "}");
+  }
+}
+
+/// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a shape
+/// that doesn't fit the values, null values, names that occur twice, memory shared without a tie.
+/// Fills `out` as it goes, so that names are known to whoever reports.
+template <ParamStore S>
+void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
+  using Elements = store_elements<S>;
+  const std::size_t count = std::ranges::size(store);
+  if (count == 0) {
+    throw UsageError("construction: the store is empty; give it at least one parameter");
+  }
+  out.parameters.resize(count);
+  out.digests.resize(count);
+  out.places.resize(count);
+  std::vector<std::array<std::uintptr_t, 3>> memory;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto&& parameter = parameter_at(store, i);
+    const Attributes attributes = attributes_of(parameter);
+    ParameterInfo& info = out.parameters[i];
+    info.name = std::string(std::string_view(parameter.name()));
+    info.group = group_of(parameter);
+    info.frozen = attributes.frozen;
+    info.leader = attributes.alias.value_or(i);
+    if (info.group >= groups) {
+      refuse_parameter(i, info.name,
+                       "is in group " + std::to_string(info.group) + ", but there are only " +
+                           std::to_string(groups) +
+                           "; give zero::Groups one set of options for each group");
+    }
+    Hash description;
+    description.add(info.name.data(), info.name.size());
+    std::size_t shaped = 1;
+    for (const std::size_t extent : std::span<const std::size_t>(parameter.shape())) {
+      shaped *= extent;
+      description.add(extent);
+    }
+    visit_span(parameter.values(), [&](auto values) {
+      info.lane = lane_of<typename decltype(values)::value_type, Elements>::value;
+      info.elements = values.size();
+      if (shaped != values.size()) {
+        refuse_parameter(i, info.name,
+                         "has " + std::to_string(values.size()) +
+                             " values, but its shape holds " + std::to_string(shaped));
+      }
+      if (values.data() == nullptr && !values.empty()) {
+        refuse_parameter(i, info.name, "has null values");
+      }
+      if (info.leader == i && !values.empty()) {
+        const auto begin = reinterpret_cast<std::uintptr_t>(values.data());
+        memory.push_back({begin, begin + values.size_bytes(), i});
+      }
+      if (hash_values && info.leader == i) {
+        Hash hash;
+        hash.add(values.data(), values.size_bytes());
+        out.digests[i].values = hash.value();
+      }
+    });
+    for (const std::size_t word :
+         {info.group, info.lane, info.leader, attributes.quantum,
+          static_cast<std::size_t>(attributes.unit), std::size_t{attributes.frozen},
+          std::size_t{attributes.unsplittable}}) {
+      description.add(word);
+    }
+    out.digests[i].elements = info.elements;
+    out.digests[i].description = description.value();
+    out.places[i] = {info.elements, info.lane, attributes, info.name};
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t leader = out.parameters[i].leader;
+    if (leader < i) ++out.parameters[leader].ties;  // otherwise the layout refuses it
+  }
+  std::vector<std::size_t> by_name(count);
+  for (std::size_t i = 0; i < count; ++i) by_name[i] = i;
+  const auto name = [&](std::size_t i) -> const std::string& { return out.parameters[i].name; };
+  std::sort(by_name.begin(), by_name.end(), [&](std::size_t a, std::size_t b) {
+    return name(a) != name(b) ? name(a) < name(b) : a < b;
+  });
+  for (std::size_t k = 1; k < count; ++k) {
+    if (name(by_name[k]) != name(by_name[k - 1])) continue;
+    refuse_parameter(by_name[k], name(by_name[k]),
+                     "has the name of " + quoted(by_name[k - 1], name(by_name[k - 1])) +
+                         "; names must be unique");
+  }
+  refuse_overlaps(out.parameters, memory);
+}
+
+}  // namespace zero::detail

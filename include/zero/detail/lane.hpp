@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// What one rank keeps for all parameters of one element type, and the update of one fragment.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "zero/detail/pack.hpp"
+#include "zero/detail/rank_order_sum.hpp"
+#include "zero/detail/update_loop.hpp"
+#include "zero/layout.hpp"
+#include "zero/memory.hpp"
+#include "zero/optimizer.hpp"
+
+namespace zero::detail {
+
+/// A fragment that this rank owns.
+struct OwnedFragment {
+  Fragment fragment;
+  std::size_t bucket;
+  std::size_t shard_begin;  ///< where it starts among the rank's slices, one after the other
+};
+
+template <Element T, std::size_t slots>
+struct HostLane {
+  using element = T;
+
+  std::size_t index = 0;
+  /// By parameter index of the store; null for parameters of other lanes, and frozen ones.
+  std::vector<T*> values;
+  /// This step's gradients; null where absent. Peers that share memory read them.
+  std::vector<const T*> gradients;
+  /// Where the whole lane lies one behind the other (arena, or the caller's flat buffer), or null.
+  T* base = nullptr;
+  std::shared_ptr<HostArray<T>> arena;
+  std::array<HostArray<T>, slots> state;
+  /// Sums of gradients over the own slices (over everything without sharding), where a step needs
+  /// them stored.
+  HostArray<T> reduced;
+  std::vector<OwnedFragment> owned;
+  /// By bucket, and one more: where its fragments start in `owned`.
+  std::vector<std::size_t> owned_begin;
+  /// One pointer a rank, kept so that no step allocates.
+  std::vector<const T*> sources;
+  std::vector<const T*> scratch;
+
+  [[nodiscard]] T* values_at(const Fragment& f) const {
+    return values[f.parameter] + f.parameter_begin;
+  }
+  [[nodiscard]] const T* gradient_at(const Fragment& f) const {
+    const T* whole = gradients[f.parameter];
+    return whole == nullptr ? nullptr : whole + f.parameter_begin;
+  }
+};
+
+/// Elements that are summed and scaled in cache before the rule reads them.
+inline constexpr std::size_t sum_chunk = 2048;
+
+/// `out = (sum of sources in rank order) * scale`; a null source counts as zeros.
+template <Element T>
+void scaled_sum(std::span<const T* const> sources, std::size_t offset, std::size_t count,
+                arithmetic_t<T> scale, T* out, std::vector<const T*>& scratch) {
+  alignas(64) static constexpr T zeros[sum_chunk] = {};
+  scratch.resize(sources.size());
+  for (std::size_t r = 0; r < sources.size(); ++r) {
+    scratch[r] = sources[r] == nullptr ? zeros : sources[r] + offset;
+  }
+  sum_in_rank_order<T>(scratch, count, out);
+  if (scale == arithmetic_t<T>(1)) return;
+  using X = Pack<T>;
+  const X factor(scale);
+  std::size_t i = 0;
+  for (; i + X::width <= count; i += X::width) (X::load(out + i) * factor).store(out + i);
+  for (; i < count; ++i) out[i] = out[i] * scale;
+}
+
+/// Gradients of one fragment: one pointer a rank (null: absent there), summed on the fly.
+template <Element T>
+struct GradientSum {
+  std::span<const T* const> sources;
+  arithmetic_t<T> scale;
+};
+
+/// Steps one fragment: sums its gradient chunk by chunk and runs the rule over it.
+/// @param state_begin where the fragment's slots start
+template <class Rule, class Scalars, Element T, std::size_t slots>
+void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<T, slots>& lane,
+                     const Fragment& fragment, std::size_t state_begin,
+                     const GradientSum<T>& gradient) {
+  const std::size_t used = used_slots(rule);
+  UpdateArrays<T, slots> arrays{lane.values_at(fragment), nullptr, {}};
+  for (std::size_t s = 0; s < used; ++s) arrays.state[s] = lane.state[s].data() + state_begin;
+  if (gradient.sources.size() == 1 && gradient.scale == arithmetic_t<T>(1)) {
+    arrays.gradient = gradient.sources[0];
+    update_elements(rule, scalars, arrays, fragment.elements);
+    return;
+  }
+  alignas(64) T summed[sum_chunk];
+  arrays.gradient = summed;
+  for (std::size_t done = 0; done < fragment.elements; done += sum_chunk) {
+    const std::size_t count = std::min(sum_chunk, fragment.elements - done);
+    scaled_sum<T>(gradient.sources, done, count, gradient.scale, summed,
+                  lane.scratch);
+    update_elements(rule, scalars, arrays, count);
+    arrays.values += count;
+    for (std::size_t s = 0; s < used; ++s) arrays.state[s] += count;
+  }
+}
+
+}  // namespace zero::detail

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Sorts construction arguments into policy families, at compile time.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "zero/bucket_view.hpp"
+#include "zero/bucket_view/no_view.hpp"
+#include "zero/bucket_view/param_view.hpp"
+#include "zero/communicator.hpp"
+#include "zero/detail/store.hpp"
+#include "zero/observer.hpp"
+#include "zero/optimizer.hpp"
+#include "zero/parameter.hpp"
+#include "zero/partition.hpp"
+#include "zero/precision.hpp"
+#include "zero/settings.hpp"
+#include "zero/stage.hpp"
+
+namespace zero {
+
+/// One set of options for each parameter group: `zero::Groups{AdamW{}, AdamW{.weight_decay = 0}}`.
+template <class Opt>
+struct Groups {
+  template <class... Same>
+    requires(std::same_as<Same, Opt> && ...)
+  explicit Groups(Opt first, Same... rest) : options{std::move(first), std::move(rest)...} {}
+  explicit Groups(std::vector<Opt> all) : options(std::move(all)) {}
+  std::vector<Opt> options;
+};
+template <class Opt, class... Same>
+Groups(Opt, Same...) -> Groups<Opt>;
+template <class Opt>
+Groups(std::vector<Opt>) -> Groups<Opt>;
+
+namespace detail {
+
+template <class First>
+struct OptimizerOf {
+  using type = First;
+};
+template <class Opt>
+struct OptimizerOf<Groups<Opt>> {
+  using type = Opt;
+};
+template <class First>
+using optimizer_of = typename OptimizerOf<First>::type;
+
+// Which family an argument belongs to.
+struct PartitionFamily {
+  template <class P>
+  static constexpr bool has = PartitionPolicy<P>;
+};
+struct BucketViewFamily {
+  template <class P>
+  static constexpr bool has = BucketViewPolicy<P>;
+};
+struct StageFamily {
+  template <class P>
+  static constexpr bool has = StagePolicy<P>;
+};
+struct PrecisionFamily {
+  template <class P>
+  static constexpr bool has = PrecisionPolicy<P>;
+};
+struct ObserverFamily {
+  template <class P>
+  static constexpr bool has = Observer<P>;
+};
+
+template <class P>
+inline constexpr int families = int{PartitionFamily::has<P>} + int{BucketViewFamily::has<P>} +
+                                int{StageFamily::has<P>} + int{PrecisionFamily::has<P>} +
+                                int{ObserverFamily::has<P>} + int{std::same_as<P, Settings>};
+
+template <class Family, class Default, class... P>
+struct Choose {
+  using type = Default;
+};
+template <class Family, class Default, class First, class... Rest>
+struct Choose<Family, Default, First, Rest...> {
+  using type = typename std::conditional_t<Family::template has<First>, std::type_identity<First>,
+                                           Choose<Family, Default, Rest...>>::type;
+};
+
+/// The argument of a family, or the family's default.
+template <class Family, class Default, class... P>
+using choose = typename Choose<Family, Default, P...>::type;
+
+/// The given policy of type `Wanted`, or a default one.
+template <class Wanted, class... P>
+Wanted pick([[maybe_unused]] P&... policies) {
+  if constexpr ((std::same_as<P, Wanted> || ...)) {
+    Wanted* found = nullptr;
+    const auto look = [&](auto& policy) {
+      if constexpr (std::same_as<std::remove_cvref_t<decltype(policy)>, Wanted>) found = &policy;
+    };
+    (look(policies), ...);
+    return std::move(*found);
+  } else {
+    return Wanted{};
+  }
+}
+
+/// Whether `P` is one of `T...`.
+template <class P, class... T>
+using OneOf = std::bool_constant<(std::same_as<P, T> || ...)>;
+
+template <class Store>
+struct DefaultViewOf {
+  using type = NoView;
+};
+template <ParamStore Store>
+  requires RebindableParameter<parameter_t<Store>>
+struct DefaultViewOf<Store> {
+  using type = ParamView;
+};
+/// Parameters that can be moved are moved into buckets, others stay.
+template <class Store>
+using DefaultView = typename DefaultViewOf<std::remove_reference_t<Store>>::type;
+
+// Questions about each element type of a store, as one type a question, so that the static_asserts
+// of ZeroSharded stay sentences.
+template <class Store, class Question>
+struct AllElements : std::false_type {};
+template <ParamStore Store, class Question>
+struct AllElements<Store, Question> {
+  static constexpr bool value = []<class... T>(TypeList<T...>) {
+    return (Question::template holds<T> && ...);
+  }(store_elements<Store>{});
+};
+
+template <class Opt>
+struct IsOptimizer {
+  template <class T>
+  static constexpr bool holds = Optimizer<Opt, arithmetic_t<T>>;
+};
+template <class Opt>
+struct IsWholeTensor {
+  template <class T>
+  static constexpr bool holds = WholeTensorOptimizer<Opt, arithmetic_t<T>>;
+};
+template <class Opt, class Store>
+using AnyWholeTensor = AllElements<Store, IsWholeTensor<Opt>>;
+template <class Precision>
+struct IsNative {
+  template <class T>
+  static constexpr bool holds = [] {
+    if constexpr (PrecisionPolicy<Precision, T>) {
+      return std::same_as<typename Precision::template Slot<T>, T> &&
+             std::same_as<typename Precision::template Wire<T>, T>;
+    } else {
+      return false;
+    }
+  }();
+};
+template <class Comm>
+struct IsCommunicator {
+  template <class T>
+  static constexpr bool holds = Communicator<Comm, T>;
+};
+
+}  // namespace detail
+}  // namespace zero

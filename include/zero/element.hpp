@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Element types: what a parameter, a gradient or an optimizer slot may consist of.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+#include "zero/config.hpp"
+
+namespace zero {
+
+/// The element types by number: what travels between ranks and into files.
+enum class ElementType : std::uint8_t { float32, float64 };
+
+/// Describes an element type to the library. To admit another type, specialise with
+///  - `type`: its `ElementType`
+///  - `name`: how messages and files call it
+///  - `arithmetic`: the type that update rules and sums compute in (`float` or `double`)
+///  - `load(T) -> arithmetic` and `store(arithmetic) -> T`, host and device
+template <class T>
+struct element_traits;
+
+template <>
+struct element_traits<float> {
+  static constexpr ElementType type = ElementType::float32;
+  static constexpr std::string_view name = "float32";
+  using arithmetic = float;
+  ZERO_HOST_DEVICE static constexpr float load(float x) noexcept { return x; }
+  ZERO_HOST_DEVICE static constexpr float store(float x) noexcept { return x; }
+};
+
+template <>
+struct element_traits<double> {
+  static constexpr ElementType type = ElementType::float64;
+  static constexpr std::string_view name = "float64";
+  using arithmetic = double;
+  ZERO_HOST_DEVICE static constexpr double load(double x) noexcept { return x; }
+  ZERO_HOST_DEVICE static constexpr double store(double x) noexcept { return x; }
+};
+
+/// A type with `element_traits`: trivially copyable, with a type to compute in.
+template <class T>
+concept Element = std::is_trivially_copyable_v<T> && requires(T stored) {
+  { element_traits<T>::type } -> std::convertible_to<ElementType>;
+  { element_traits<T>::name } -> std::convertible_to<std::string_view>;
+  typename element_traits<T>::arithmetic;
+  { element_traits<T>::load(stored) } -> std::same_as<typename element_traits<T>::arithmetic>;
+  { element_traits<T>::store(element_traits<T>::load(stored)) } -> std::same_as<T>;
+};
+
+/// The type that sums and update rules over `T` compute in.
+template <Element T>
+using arithmetic_t = typename element_traits<T>::arithmetic;
+
+static_assert(Element<float> && Element<double>);
+
+}  // namespace zero

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// What the library throws. A caller who wants one handler catches `zero::Error`.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace zero {
+
+/// The root of all exceptions thrown by the library.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The caller asked for something that can't be done; the message names what was wrong, where, and
+/// what to do. Unless the message says otherwise, nothing has changed.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Why an operation among ranks failed.
+enum class CommunicatorFailure : std::uint8_t {
+  timeout,    ///< a rank did not arrive, or did not finish, within the timeout
+  mismatch,   ///< ranks called different operations, element types or sizes
+  aborted,    ///< some rank called `abort`
+  rank_left,  ///< a rank gave its communicator up while others still needed it
+  injected,   ///< a test asked for this failure
+};
+
+[[nodiscard]] constexpr std::string_view to_string(CommunicatorFailure failure) noexcept {
+  switch (failure) {
+    case CommunicatorFailure::timeout: return "timeout";
+    case CommunicatorFailure::mismatch: return "mismatch";
+    case CommunicatorFailure::aborted: return "aborted";
+    case CommunicatorFailure::rank_left: return "rank left";
+    case CommunicatorFailure::injected: return "injected failure";
+  }
+  return "unknown";
+}
+
+/// An operation among ranks failed. The communicator is poisoned from then on: every later
+/// operation on it throws at once with the same cause. Build a new communicator to go on.
+class CommunicatorError : public Error {
+ public:
+  /// @param rank the rank whose call throws
+  /// @param operation e.g. "reduce_scatter"
+  /// @param sequence how many operations this communicator had started before that one
+  /// @param what the whole message: cause, sizes, ranks that are missing or differ, remedy
+  CommunicatorError(CommunicatorFailure failure, int rank, std::string operation,
+                    std::uint64_t sequence, const std::string& what)
+      : Error(what),
+        failure_(failure),
+        rank_(rank),
+        operation_(std::move(operation)),
+        sequence_(sequence) {}
+
+  [[nodiscard]] CommunicatorFailure failure() const noexcept { return failure_; }
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] const std::string& operation() const noexcept { return operation_; }
+  [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }
+
+ private:
+  CommunicatorFailure failure_;
+  int rank_;
+  std::string operation_;
+  std::uint64_t sequence_;
+};
+
+}  // namespace zero

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Who is told what a step does, and when.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+namespace zero {
+
+/// The parts of a step.
+enum class Phase : std::uint8_t {
+  reduce,  ///< gradients of a bucket are summed (or waited for)
+  update,  ///< the rule runs over this rank's part of a bucket
+  gather,  ///< peers' parts of a bucket are fetched (or waited for)
+};
+
+/// One part of one bucket.
+struct Event {
+  Phase phase;
+  std::size_t lane;
+  std::size_t bucket;
+  std::size_t elements;  ///< that this rank handles in it
+};
+
+/// Intent: traces, timings and counts without a cost where nobody looks.
+///  1. `begin(event)` and `end(event)` are called on the thread that runs the step, in pairs.
+///  2. They don't throw.
+/// With `NoObserver` no code is generated.
+template <class O>
+concept Observer = std::movable<O> && requires(O& observer, const Event& event) {
+  observer.begin(event);
+  observer.end(event);
+};
+
+/// Nobody looks.
+struct NoObserver {
+  void begin(const Event&) noexcept {}
+  void end(const Event&) noexcept {}
+};
+
+static_assert(Observer<NoObserver>);
+
+}  // namespace zero

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// What an optimizer is: an element-wise update rule, or a whole-tensor optimizer.
+///
+/// An optimizer is an aggregate of its options, so `Adam{.lr = 1e-3}` is both the choice of
+/// algorithm and its settings, and a parameter group is one more such value.
+///
+/// Both kinds share:
+///  1. `static constexpr std::array<std::string_view, N> slots`: the names of its state arrays, one
+///     element of each for every parameter element, zero before the first step. Checkpoints use
+///     these names.
+///  2. optionally `std::size_t used_slots() const`: how many of the leading slots these options
+///     need (amsgrad's third, SGD's momentum); the others are not allocated. Default: all.
+///  3. optionally `void validate() const`: throws `UsageError` for options that make no sense. Run
+///     at construction and before every step, for every group.
+///
+/// **Update rule**, the usual kind. One element at a time, so it may be cut anywhere:
+///  4. `scalars<Real>(t) const` gives what is constant over one step, `Real` being the arithmetic
+///     type and t = 1, 2, … the parameter's own step count. Compute it in `double`.
+///  5. `static update(X& value, const X& gradient, X& slot…, const Scalars& s)` is generic in X:
+///     a number (on a device) or a pack of numbers (on the host), so it uses + - * / and the
+///     functions of math.hpp, and branches only on `s`, never on an X.
+///  6. What it computes for an element depends on that element and `s` alone: neither on where the
+///     element lies nor on earlier calls. Slots beyond `used_slots()` are not touched.
+///
+/// A minimal model, sign descent:
+/// @code
+/// struct SignSgd {
+///   double lr = 1e-3;
+///   static constexpr std::array<std::string_view, 0> slots{};
+///   template <class Real> struct Scalars { Real lr; };
+///   template <class Real> ZERO_HOST_DEVICE Scalars<Real> scalars(std::int64_t) const {
+///     return {Real(lr)};
+///   }
+///   template <class X, class Real>
+///   ZERO_HOST_DEVICE static void update(X& value, const X& gradient, const Scalars<Real>& s) {
+///     value = value - s.lr * zero::sign(gradient);
+///   }
+/// };
+/// @endcode
+///
+/// **Whole-tensor optimizer**, where norms or matrix products need complete parameters:
+///  7. `update(TensorRef<T>, std::array<std::span<T>, N> slots, std::int64_t t) const`, given one
+///     complete tensor with its shape, reduced gradient and slots.
+#pragma once
+
+#include <array>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include "zero/element.hpp"
+
+namespace zero {
+
+/// A complete tensor as a whole-tensor optimizer sees it; row-major.
+template <Element T>
+struct TensorRef {
+  std::span<const std::size_t> shape;
+  std::span<T> values;
+  std::span<const T> gradient;
+};
+
+/// Names its state arrays.
+template <class O>
+concept NamesSlots = requires {
+  { O::slots.size() } -> std::convertible_to<std::size_t>;
+  requires std::convertible_to<typename std::remove_cvref_t<decltype(O::slots)>::value_type,
+                               std::string_view>;
+};
+
+namespace detail {
+
+template <class O>
+inline constexpr std::size_t slot_count = O::slots.size();
+
+template <class O>
+using slot_indices = std::make_index_sequence<slot_count<O>>;
+
+/// `X&`, whatever the index: one state argument a slot.
+template <class X, std::size_t>
+using SlotReference = X&;
+
+template <class O, class X, class T, std::size_t... I>
+consteval bool has_update(std::index_sequence<I...>) {
+  return requires(const O& rule, std::int64_t t, X& value, const X& gradient) {
+    O::update(value, gradient, std::declval<SlotReference<X, I>>()...,
+              rule.template scalars<T>(t));
+  };
+}
+
+}  // namespace detail
+
+/// An element-wise optimizer for arithmetic type `T`; see the top of this header.
+template <class O, class T = float>
+concept UpdateRule = std::copyable<O> && NamesSlots<O> &&
+                     detail::has_update<O, T, T>(detail::slot_indices<O>{});
+
+/// An optimizer that sees complete tensors of `T` and may be cut nowhere.
+template <class O, class T = float>
+concept WholeTensorOptimizer =
+    std::copyable<O> && NamesSlots<O> &&
+    requires(const O& optimizer, TensorRef<T> tensor,
+             std::array<std::span<T>, detail::slot_count<O>> slots, std::int64_t t) {
+      optimizer.update(tensor, slots, t);
+    };
+
+/// Either kind; never both, so that it is clear how it may be cut.
+template <class O, class T = float>
+concept Optimizer = UpdateRule<O, T> != WholeTensorOptimizer<O, T>;
+
+/// How many leading slots these options need.
+template <NamesSlots O>
+[[nodiscard]] constexpr std::size_t used_slots(const O& optimizer) {
+  if constexpr (requires {
+                  { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
+                }) {
+    return optimizer.used_slots();
+  } else {
+    return detail::slot_count<O>;
+  }
+}
+
+/// Throws `UsageError` where the optimizer says that its options make no sense.
+template <NamesSlots O>
+void validate(const O& optimizer) {
+  if constexpr (requires { optimizer.validate(); }) optimizer.validate();
+}
+
+}  // namespace zero

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// How much is sharded (ZeRO, Rajbhandari et al., arXiv:1910.02054).
+#pragma once
+
+#include <concepts>
+
+namespace zero {
+
+/// Intent: name what each rank keeps only its own 1/K of, as three constants.
+///  1. `S::shards_state`: the optimizer's slots.
+///  2. `S::shards_gradients`, only together with the state.
+///  3. `S::shards_values`, only together with the gradients.
+template <class S>
+concept StagePolicy = std::copyable<S> && requires {
+  { S::shards_state } -> std::convertible_to<bool>;
+  { S::shards_gradients } -> std::convertible_to<bool>;
+  { S::shards_values } -> std::convertible_to<bool>;
+  requires S::shards_state || !S::shards_gradients;
+  requires S::shards_gradients || !S::shards_values;
+};
+
+/// No sharding, what plain data parallelism does: every rank keeps and steps everything. The
+/// baseline, with the same bits.
+struct Replicated {
+  static constexpr bool shards_state = false;
+  static constexpr bool shards_gradients = false;
+  static constexpr bool shards_values = false;
+};
+
+/// Each rank keeps the optimizer state of its shard, steps it, and gathers the others' parameters.
+struct Stage1 {
+  static constexpr bool shards_state = true;
+  static constexpr bool shards_gradients = false;
+  static constexpr bool shards_values = false;
+};
+
+static_assert(StagePolicy<Replicated> && StagePolicy<Stage1>);
+
+}  // namespace zero
