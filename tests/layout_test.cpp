@@ -138,8 +138,8 @@ Case draw_case(Draw& draw, bool may_be_foreign) {
   for (std::size_t i = 0; i < lanes; ++i) {
     LayoutLane lane;
     lane.element_bytes = draw.of(std::array<std::size_t, 3>{4, 8, 2});
-    lane.bucket_bytes = draw.of(std::array<std::size_t, 5>{0, 16, 1 + draw.below(300),
-                                                           1 + draw.below(5000), 25u << 20});
+    lane.bucket_bytes = draw.of(
+        std::array<std::size_t, 5>{0, 16, 1 + draw.below(300), 1 + draw.below(5000), 25u << 20});
     lane.foreign = may_be_foreign && draw.one_in(3);
     c.lanes.push_back(lane);
   }
@@ -254,7 +254,7 @@ bool may_cut(const ModelLane& lane, const LayoutLane& given, const ModelSegment&
 }
 
 template <class Partition>
-void close_segment(Model&, ModelLane& lane, const LayoutLane& given, ModelSegment segment,
+void close_segment(ModelLane& lane, const LayoutLane& given, ModelSegment segment,
                    const std::vector<LayoutParameter>& all, const Case& c,
                    const Partition& partition) {
   const auto world = static_cast<std::size_t>(c.world);
@@ -362,7 +362,7 @@ Model build_model(const Case& c, const Partition& partition) {
             }
             append_parameter(lane, group[i], first + i, model);
           }
-          close_segment(model, lane, c.lanes[l], segment, all, c, partition);
+          close_segment(lane, c.lanes[l], segment, all, c, partition);
         } else {
           segment.first_bucket = lane.cuts.size();
           std::vector<std::vector<std::size_t>> buckets;
@@ -435,8 +435,8 @@ std::string compare_fragments(const zero::Layout<Partition>& layout, const Model
   std::vector<zero::Fragment> got;
   for (const zero::Fragment& fragment : range) got.push_back(fragment);
   if (got != expected) {
-    return say("fragments of ", show(interval), " in lane ", lane, ": ", got.size(), " of them, not ",
-               expected.size(), ", or others");
+    return say("fragments of ", show(interval), " in lane ", lane, ": ", got.size(),
+               " of them, not ", expected.size(), ", or others");
   }
   return {};
 }
@@ -465,7 +465,8 @@ std::string compare_lane(const zero::Layout<Partition>& layout, const Case& c,
     if (bucket.begin < reached) return here + say("bucket ", b, " overlaps the one before");
     for (std::size_t at = reached; at < bucket.begin; ++at) {
       if (!given.foreign) return here + say("a gap in front of bucket ", b);
-      if (model.elements[at].parameter != nobody) return here + say("element ", at, " in no bucket");
+      if (model.elements[at].parameter != nobody)
+        return here + say("element ", at, " in no bucket");
     }
     reached = bucket.begin;
     bool equal = true;
@@ -478,8 +479,8 @@ std::string compare_lane(const zero::Layout<Partition>& layout, const Case& c,
       }
       if (slice.begin != reached) return here + say("slices of bucket ", b, " don't tile it");
       reached = slice.end;
-      if (!given.foreign && (slice.begin % model.alignment != 0 ||
-                             slice.end % model.alignment != 0)) {
+      if (!given.foreign &&
+          (slice.begin % model.alignment != 0 || slice.end % model.alignment != 0)) {
         return here + say("misaligned slice of bucket ", b);
       }
       equal = equal && slice.size() == layout.slice(lane, b, 0).size();
@@ -537,30 +538,33 @@ std::string compare_lane(const zero::Layout<Partition>& layout, const Case& c,
     if (layout.shard_elements(lane, rank) != shard[r]) return here + "shard_elements";
     std::string wrong;
     std::size_t last_end = 0;
-    layout.for_each_owned(lane, rank, [&](const zero::Fragment& f, std::size_t bucket,
-                                          std::size_t shard_begin) {
-      std::size_t before = 0;  // of this rank's slices in earlier buckets
-      for (std::size_t b = 0; b < bucket; ++b) before += model.cuts[b][r + 1] - model.cuts[b][r];
-      const std::size_t expected = before + f.lane_begin - model.cuts[bucket][r];
-      if (shard_begin != expected) wrong = here + "shard_begin";
-      if (shard_begin < last_end) wrong = here + "owned fragments out of order";
-      last_end = shard_begin + f.elements;
-      if (last_end > shard[r]) wrong = here + "a fragment ends behind its shard";
-      if (f.elements == 0) wrong = here + "an empty fragment";
-      const zero::Place& place = layout.place(f.parameter);
-      if (place.offset + f.parameter_begin != f.lane_begin) wrong = here + "fragment off its place";
-      for (std::size_t i = 0; i < f.elements; ++i) {
-        if (model.elements[f.lane_begin + i].owner != r ||
-            model.elements[f.lane_begin + i].bucket != bucket) {
-          wrong = here + "element of another rank or bucket";
-        }
-        ++times[f.parameter][f.parameter_begin + i];
-      }
-      owned_sum += f.elements;
-      owners_of[f.parameter].push_back(rank);
-      const zero::Attributes& a = all[f.parameter].attributes;
-      if (f.parameter_begin % a.quantum != 0) wrong = here + "a cut that is no multiple of quantum";
-    });
+    layout.for_each_owned(
+        lane, rank, [&](const zero::Fragment& f, std::size_t bucket, std::size_t shard_begin) {
+          std::size_t before = 0;  // of this rank's slices in earlier buckets
+          for (std::size_t b = 0; b < bucket; ++b)
+            before += model.cuts[b][r + 1] - model.cuts[b][r];
+          const std::size_t expected = before + f.lane_begin - model.cuts[bucket][r];
+          if (shard_begin != expected) wrong = here + "shard_begin";
+          if (shard_begin < last_end) wrong = here + "owned fragments out of order";
+          last_end = shard_begin + f.elements;
+          if (last_end > shard[r]) wrong = here + "a fragment ends behind its shard";
+          if (f.elements == 0) wrong = here + "an empty fragment";
+          const zero::Place& place = layout.place(f.parameter);
+          if (place.offset + f.parameter_begin != f.lane_begin)
+            wrong = here + "fragment off its place";
+          for (std::size_t i = 0; i < f.elements; ++i) {
+            if (model.elements[f.lane_begin + i].owner != r ||
+                model.elements[f.lane_begin + i].bucket != bucket) {
+              wrong = here + "element of another rank or bucket";
+            }
+            ++times[f.parameter][f.parameter_begin + i];
+          }
+          owned_sum += f.elements;
+          owners_of[f.parameter].push_back(rank);
+          const zero::Attributes& a = all[f.parameter].attributes;
+          if (f.parameter_begin % a.quantum != 0)
+            wrong = here + "a cut that is no multiple of quantum";
+        });
     if (!wrong.empty()) return wrong;
   }
   if (owned_sum != layout.elements(lane)) return here + "owned lengths don't sum to the whole";
@@ -577,7 +581,8 @@ std::string compare_lane(const zero::Layout<Partition>& layout, const Case& c,
   for (int n = 0; n < 4; ++n) {
     const std::size_t a = draw.below(model.elements.size() + 1);
     const std::size_t b = draw.below(model.elements.size() + 1);
-    const std::string wrong = compare_fragments(layout, model, lane, {std::min(a, b), std::max(a, b)});
+    const std::string wrong =
+        compare_fragments(layout, model, lane, {std::min(a, b), std::max(a, b)});
     if (!wrong.empty()) return wrong;
   }
   return {};
@@ -688,9 +693,8 @@ consteval bool constant_layout() {
   good = good && layout.buckets_of(3) == Interval{1, 2} && layout.buckets_of(1).empty();
   std::size_t owned = 0;
   for (int rank = 0; rank < 3; ++rank) {
-    layout.for_each_owned(0, rank, [&](const zero::Fragment& f, std::size_t, std::size_t) {
-      owned += f.elements;
-    });
+    layout.for_each_owned(
+        0, rank, [&](const zero::Fragment& f, std::size_t, std::size_t) { owned += f.elements; });
   }
   good = good && owned == 19;
   std::size_t seen = 0;
@@ -751,9 +755,8 @@ TEST_CASE("layout: the balance of contiguous slices is lost once a segment, not 
     const zero::Layout<> layout(parameters, lanes, world);
     for (int rank = 0; rank < world; ++rank) {
       std::size_t owned = 0;
-      layout.for_each_owned(0, rank, [&](const zero::Fragment& f, std::size_t, std::size_t) {
-        owned += f.elements;
-      });
+      layout.for_each_owned(
+          0, rank, [&](const zero::Fragment& f, std::size_t, std::size_t) { owned += f.elements; });
       CAPTURE(bucket_bytes, rank, owned);
       CHECK(owned * 5 < 1021 + 5 * 4);
       CHECK(owned * 5 + 5 * 4 * 4 > 1021);
@@ -779,10 +782,9 @@ TEST_CASE("layout: an unsplittable parameter larger than many buckets is one ran
 }
 
 TEST_CASE("layout: frozen parameters are holes in a foreign lane, behind the last one too") {
-  const std::vector<LayoutParameter> parameters{
-      {.elements = 3, .attributes = {.frozen = true}},
-      {.elements = 10},
-      {.elements = 5, .attributes = {.frozen = true}}};
+  const std::vector<LayoutParameter> parameters{{.elements = 3, .attributes = {.frozen = true}},
+                                                {.elements = 10},
+                                                {.elements = 5, .attributes = {.frozen = true}}};
   const std::vector<LayoutLane> lanes{{.element_bytes = 4, .foreign = true}};
   const zero::Layout<> layout(parameters, lanes, 2);
   CHECK(layout.place(1).offset == 3);

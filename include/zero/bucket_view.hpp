@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace zero {
 
@@ -41,8 +42,8 @@ inline namespace literals {
 /// @endcode
 template <class V>
 concept BucketViewPolicy = std::copyable<V> && requires(const V& view) {
-  { V::values } -> std::convertible_to<Residency>;
-  { V::gradients } -> std::convertible_to<Residency>;
+  typename std::integral_constant<Residency, V::values>;
+  typename std::integral_constant<Residency, V::gradients>;
   { view.bucket_bytes } -> std::convertible_to<std::size_t>;
 };
 

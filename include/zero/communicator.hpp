@@ -27,6 +27,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "zero/element.hpp"
@@ -42,6 +43,7 @@ template <class R>
 concept Request = std::movable<R> && requires(R& request, std::chrono::nanoseconds timeout) {
   request.wait();
   request.wait(timeout);
+  static_cast<R&&>(request).wait();
   { request.done() } -> std::same_as<bool>;
 };
 
@@ -129,14 +131,16 @@ concept Abortable = requires(C& comm, std::string reason) { comm.abort(std::move
 /// `batch()` returns a scope: operations started within it may be launched together when it ends
 /// (an NCCL group). A model without such a thing returns an empty object.
 template <class C>
-concept Batching = requires(C& comm) { comm.batch(); };
+concept Batching = requires(C& comm) {
+  { comm.batch() } -> std::destructible;
+};
 
 /// States at compile time which memory it works in, and which elements and reductions it knows.
 template <class C>
-concept Capable = requires(ReduceOp op) {
-  { C::memory_space } -> std::convertible_to<MemorySpace>;
-  { C::supports(ElementType::float32) } -> std::same_as<bool>;
-  { C::supports(op) } -> std::same_as<bool>;
+concept Capable = requires {
+  typename std::integral_constant<MemorySpace, C::memory_space>;
+  typename std::bool_constant<C::supports(ElementType::float32)>;
+  typename std::bool_constant<C::supports(ReduceOp::sum)>;
 };
 
 /// Everything that `ZeroSharded` asks of a communicator for parameters of element type `T`.

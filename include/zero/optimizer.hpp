@@ -65,10 +65,10 @@ struct TensorRef {
   std::span<const T> gradient;
 };
 
-/// Names its state arrays.
+/// Names its state arrays, at compile time.
 template <class O>
 concept NamesSlots = requires {
-  { O::slots.size() } -> std::convertible_to<std::size_t>;
+  typename std::integral_constant<std::size_t, O::slots.size()>;
   requires std::convertible_to<typename std::remove_cvref_t<decltype(O::slots)>::value_type,
                                std::string_view>;
 };
@@ -85,6 +85,10 @@ using slot_indices = std::make_index_sequence<slot_count<O>>;
 template <class X, std::size_t>
 using SlotReference = X&;
 
+/// Some number that an update computes with: never defined, so that only a generic update takes it.
+template <class T>
+struct AnyNumber;
+
 template <class O, class X, class T, std::size_t... I>
 consteval bool has_update(std::index_sequence<I...>) {
   return requires(const O& rule, std::int64_t t, X& value, const X& gradient) {
@@ -98,7 +102,8 @@ consteval bool has_update(std::index_sequence<I...>) {
 /// An element-wise optimizer for arithmetic type `T`; see the top of this header.
 template <class O, class T = float>
 concept UpdateRule = std::copyable<O> && NamesSlots<O> &&
-                     detail::has_update<O, T, T>(detail::slot_indices<O>{});
+                     detail::has_update<O, T, T>(detail::slot_indices<O>{}) &&
+                     detail::has_update<O, detail::AnyNumber<T>, T>(detail::slot_indices<O>{});
 
 /// An optimizer that sees complete tensors of `T` and may be cut nowhere.
 template <class O, class T = float>

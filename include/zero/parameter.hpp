@@ -42,6 +42,10 @@ struct elements_of<std::variant<std::span<T>...>> {
 template <class V>
 concept ElementSpans = requires { typename elements_of<V>::type; };
 
+/// A span of one element type.
+template <class V>
+concept ElementSpan = ElementSpans<V> && requires { typename V::element_type; };
+
 }  // namespace detail
 
 /// A named tensor. Intent: the least that a framework must tell of one.
@@ -84,13 +88,14 @@ concept ParamStore = std::ranges::random_access_range<S> && std::ranges::sized_r
 /// A store whose unfrozen parameters lie one behind the other, in order, in one buffer, and so do
 /// their gradients (llm.c, Marian): whole buckets are communicated in place.
 ///
-///  1. `flat_values()` and `flat_gradient()` are spans of one element type.
+///  1. `flat_values()` and `flat_gradient()` are spans of the type that parameters' `values()` are.
 ///  2. parameter i's values start in `flat_values()` at the sum of the sizes before it, frozen ones
 ///     included, and its gradient likewise.
 template <class S>
 concept FlatParamStore = ParamStore<S> && requires(S& store) {
-  { store.flat_values() } -> detail::ElementSpans;
+  { store.flat_values() } -> detail::ElementSpan;
   { store.flat_gradient() } -> std::same_as<decltype(store.flat_values())>;
+  { (*std::ranges::begin(store)).values() } -> std::same_as<decltype(store.flat_values())>;
 };
 
 /// A parameter in plain memory that somebody else owns.

@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstddef>
 #include <span>
+#include <type_traits>
 
 namespace zero {
 
@@ -33,7 +34,7 @@ namespace zero {
 template <class P>
 concept CuttingPartition =
     std::copyable<P> && requires(const P& policy, std::size_t n, int rank) {
-      requires P::cuts_tensors;
+      requires std::bool_constant<P::cuts_tensors>::value;
       { policy.cut(n, n, rank, rank) } -> std::same_as<std::size_t>;
     };
 
@@ -47,7 +48,7 @@ template <class P>
 concept WholeTensorPartition =
     std::copyable<P> && requires(const P& policy, std::span<const std::size_t> elements,
                                  std::span<std::size_t> loads, std::span<int> owners) {
-      requires !P::cuts_tensors;
+      requires !std::bool_constant<P::cuts_tensors>::value;
       policy.assign(elements, loads, owners);
     };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <concepts>
+#include <type_traits>
 
 namespace zero {
 
@@ -13,11 +14,10 @@ namespace zero {
 ///  3. `S::shards_values`, only together with the gradients.
 template <class S>
 concept StagePolicy = std::copyable<S> && requires {
-  { S::shards_state } -> std::convertible_to<bool>;
-  { S::shards_gradients } -> std::convertible_to<bool>;
-  { S::shards_values } -> std::convertible_to<bool>;
-  requires S::shards_state || !S::shards_gradients;
-  requires S::shards_gradients || !S::shards_values;
+  requires std::bool_constant<S::shards_state>::value ||
+               !std::bool_constant<S::shards_gradients>::value;
+  requires std::bool_constant<S::shards_gradients>::value ||
+               !std::bool_constant<S::shards_values>::value;
 };
 
 /// No sharding, what plain data parallelism does: every rank keeps and steps everything. The

@@ -134,13 +134,16 @@ class ZeroSharded {
   static_assert(ParamStore<store_type>,
                 "zero: the store must be a sized random-access range whose elements model "
                 "zero::Parameter (name, shape, values, gradient); see zero/parameter.hpp");
+  static_assert(detail::AllElements<store_type, detail::IsOwnArithmetic>::value,
+                "zero: this version steps elements that are computed in as they are stored; use "
+                "float or double");
   static_assert(detail::AllElements<store_type, detail::IsOptimizer<Opt>>::value,
-                "zero: the optimizer must be an update rule (slots, scalars<Real>(t), update) or a "
-                "whole-tensor optimizer for every element type of the store; see "
-                "zero/optimizer.hpp");
+                "zero: the optimizer must be an update rule (slots, scalars<Real>(t), an update "
+                "that is generic in its numbers) or a whole-tensor optimizer for every element "
+                "type of the store; see zero/optimizer.hpp");
   static_assert(PartitionPolicy<Partition>,
                 "zero: the partition must model zero::PartitionPolicy; see zero/partition.hpp");
-  static_assert(!detail::AnyWholeTensor<Opt, store_type>::value || !Partition::cuts_tensors,
+  static_assert(!detail::AnyWholeTensor<Opt, store_type>::value || !CuttingPartition<Partition>,
                 "zero: a whole-tensor optimizer needs complete tensors, but this partition cuts "
                 "them; use a partition that keeps tensors whole");
   static_assert(!detail::AnyWholeTensor<Opt, store_type>::value,
@@ -148,15 +151,15 @@ class ZeroSharded {
   static_assert(BucketViewPolicy<BucketView>,
                 "zero: the bucket view must model zero::BucketViewPolicy; see "
                 "zero/bucket_view.hpp");
-  static_assert(BucketView::values == Residency::caller ||
-                    RebindableParameter<parameter_t<store_type>>,
+  static_assert(!ParamStore<store_type> || !detail::moves_values<BucketView> ||
+                    detail::RebindableStore<store_type>,
                 "zero: this bucket view moves parameters into buckets, but the store's parameters "
-                "have no rebind(values, owner); add it, or use zero::NoView");
-  static_assert(BucketView::values != Residency::pool && BucketView::gradients == Residency::caller,
+                "have no rebind(values, owner), or are const; add it, or use zero::NoView");
+  static_assert(detail::supported_residency<BucketView>,
                 "zero: this version keeps values with the caller or in an arena, and gradients "
                 "with the caller; use zero::NoView or zero::ParamView");
   static_assert(StagePolicy<Stage>, "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
-  static_assert(!Stage::shards_gradients,
+  static_assert(!detail::shards_gradients<Stage>,
                 "zero: this version shards the optimizer state only; use zero::Stage1");
   static_assert(detail::AllElements<store_type, detail::IsNative<Precision>>::value,
                 "zero: this version keeps slots and traffic in the parameters' own element types; "
@@ -164,7 +167,7 @@ class ZeroSharded {
   static_assert(detail::AllElements<store_type, detail::IsCommunicator<comm_type>>::value,
                 "zero: the communicator must model zero::Communicator for every element type of "
                 "the store; see zero/communicator.hpp");
-  static_assert(comm_type::memory_space == memory_space_of<parameter_t<store_type>>,
+  static_assert(detail::same_memory_space<store_type, comm_type>,
                 "zero: the store and the communicator work in different memory spaces; use a "
                 "communicator for the memory that the parameters lie in");
   static_assert(Observer<Observe>,
@@ -203,11 +206,18 @@ class ZeroSharded {
     static_assert(((detail::families<P> == 1) && ...),
                   "zero: an argument after the communicator is not a policy (partition, bucket "
                   "view, stage, precision, observer) nor zero::Settings, or is two of them at once");
-    static_assert((detail::OneOf<P, Partition, BucketView, Stage, Precision, Observe,
-                                 Settings>::value &&
-                   ...),
-                  "zero: two policies of one kind were given, or one differs from this type's "
-                  "template argument; give at most one of each");
+    static_assert(detail::one_of_each<P...>,
+                  "zero: two policies of one kind, or two zero::Settings, were given; give at most "
+                  "one of each");
+    static_assert(((detail::families<P> != 1 || detail::OneOf<P, Partition, BucketView, Stage,
+                                                              Precision, Observe, Settings>::value) &&
+                   ...) ||
+                      !detail::one_of_each<P...>,
+                  "zero: a policy that was given differs from this type's template argument of its "
+                  "kind; make them the same");
+    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Observe>,
+                  "zero: a policy type of this optimizer has no default; give one after the "
+                  "communicator");
   }
 
   /// Leases the memory that backward writes parameter i's gradient to. End the lease before marking

@@ -56,7 +56,7 @@ using zero::CommunicatorFailure;
 using zero::InProcessCommunicator;
 using Clock = std::chrono::steady_clock;
 
-constexpr zero::InProcessOptions quick{.timeout = 200ms};
+constexpr zero::InProcessOptions quick{.timeout = 200ms};  // only where a timeout is the point
 constexpr zero::InProcessOptions patient{.timeout = 60s};
 
 /// How one rank ended.
@@ -108,6 +108,21 @@ std::vector<Outcome> outcomes(int size, zero::InProcessOptions options,
   return results;
 }
 
+void sleep_until_equal(const std::atomic<int>& count, int target) {
+  while (count != target) std::this_thread::sleep_for(2ms);
+}
+/// Counts a rank as soon as it leaves the scope.
+class Count {
+ public:
+  explicit Count(std::atomic<int>& count) : count_(count) {}
+  Count(const Count&) = delete;
+  Count& operator=(const Count&) = delete;
+  ~Count() { ++count_; }
+
+ private:
+  std::atomic<int>& count_;
+};
+
 void check_all(const std::vector<Outcome>& results, CommunicatorFailure failure,
                const std::string& operation, std::uint64_t sequence,
                std::initializer_list<const char*> words) {
@@ -130,11 +145,14 @@ void check_all(const std::vector<Outcome>& results, CommunicatorFailure failure,
 }  // namespace
 
 TEST_CASE("in-process: a rank that does not come is named", "[comm]") {
-  const auto results = outcomes(3, quick, [](Handle& comm) {
-    comm->barrier().wait();
-    if (comm->rank() == 1) return std::this_thread::sleep_for(400ms);
+  std::atomic<int> failed{0};
+  const auto results = outcomes(3, quick, [&](Handle& comm) {
+    comm->barrier().wait(60s);
+    if (comm->rank() == 1) return sleep_until_equal(failed, 2);
     std::vector<float> data(1234);
-    comm->all_reduce(std::span<float>(data)).wait();
+    auto request = comm->all_reduce(std::span<float>(data));
+    const Count count(failed);
+    request.wait();
   });
   CHECK_FALSE(results[1].threw);
   check_all({results[0]}, CommunicatorFailure::timeout, "all_reduce", 1,
@@ -145,10 +163,13 @@ TEST_CASE("in-process: a rank that does not come is named", "[comm]") {
 }
 
 TEST_CASE("in-process: a rank that came and does not finish is named", "[comm]") {
-  const auto results = outcomes(2, quick, [](Handle& comm) {
+  std::atomic<int> failed{0};
+  const auto results = outcomes(2, patient, [&](Handle& comm) {
     std::vector<double> data(10);
     auto request = comm->all_reduce(std::span<double>(data));
-    if (comm->rank() == 1) std::this_thread::sleep_for(400ms);
+    comm->barrier().wait();
+    if (comm->rank() == 1) sleep_until_equal(failed, 1);
+    const Count count(failed);
     request.wait(100ms);
   });
   check_all(results, CommunicatorFailure::timeout, "all_reduce", 0,
@@ -253,7 +274,7 @@ TEST_CASE("in-process: a mismatch needs no third rank to be seen", "[comm]") {
 }
 
 TEST_CASE("in-process: poison", "[comm]") {
-  zero::InProcessWorld world(2, quick);
+  zero::InProcessWorld world(2, patient);
   InProcessCommunicator zero = world.communicator(0), one = world.communicator(1);
   CHECK(world.failed_rank() == -1);
   std::vector<float> data(5), more(5);
@@ -277,7 +298,7 @@ TEST_CASE("in-process: poison", "[comm]") {
     CHECK(outcome.failure == CommunicatorFailure::aborted);
     CHECK(outcome.says("rank 1 called abort: the user lost patience"));
     CHECK(outcome.says("build a new world"));
-    CHECK(outcome.took < 100ms);
+    CHECK(outcome.took < 10s);
   }
   CHECK(outcome_of([&] { under_way.wait(); }).sequence == 1);
   one.abort("too late");  // the first cause stays
@@ -381,7 +402,7 @@ TEST_CASE("in-process: dropped requests and meetings", "[comm]") {
 
 TEST_CASE("in-process: two ranks fail inside one meeting", "[comm]") {
   // Each may read the other's memory when its other operation fails: neither waits for ever.
-  const auto results = outcomes(2, quick, [](Handle& comm) {
+  const auto results = outcomes(2, patient, [](Handle& comm) {
     auto meeting = comm->meet("update", nullptr);
     (void)meeting.peers();
     if (comm->rank() == 0) return comm->barrier().wait();
@@ -604,11 +625,8 @@ TEST_CASE("fault injector: failure, delays, stuck ranks", "[comm]") {
     CHECK(results[0].took >= 40ms);
   }
 
-  results = with_faults({{.action = FaultAction::stick, .rank = 0, .operation = 1}}, quick,
-                        [](Faulty& comm) {
-                          reduce(comm, 5);
-                          (void)comm.meet("update", nullptr).peers();
-                        });
+  results = with_faults({{.action = FaultAction::stick, .rank = 0}}, quick,
+                        [](Faulty& comm) { (void)comm.meet("update", nullptr).peers(); });
   CHECK(results[0].failure == CommunicatorFailure::timeout);
   CHECK(results[0].says("injected"));
   CHECK(results[1].failure == CommunicatorFailure::timeout);

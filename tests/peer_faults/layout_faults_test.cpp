@@ -58,9 +58,8 @@ struct SortedGreedy {
               std::span<int> owners) const {
     Sizes order(elements.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-      return elements[a] > elements[b];
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::size_t a, std::size_t b) { return elements[a] > elements[b]; });
     for (const std::size_t i : order) {
       const auto least = std::min_element(loads.begin(), loads.end());
       owners[i] = static_cast<int>(least - loads.begin());
@@ -79,12 +78,18 @@ Sizes gpt2_124m() {
   constexpr std::size_t width = 768;
   Sizes sizes{50257 * width, 1024 * width};
   for (int block = 0; block < 12; ++block) {
-    const Sizes one{width,         width,                          // ln_1
-                    width * 3 * width, 3 * width,                  // attn.c_attn
-                    width * width, width,                          // attn.c_proj
-                    width,         width,                          // ln_2
-                    width * 4 * width, 4 * width,                  // mlp.c_fc
-                    4 * width * width, width};                     // mlp.c_proj
+    const Sizes one{width,
+                    width,  // ln_1
+                    width * 3 * width,
+                    3 * width,  // attn.c_attn
+                    width * width,
+                    width,  // attn.c_proj
+                    width,
+                    width,  // ln_2
+                    width * 4 * width,
+                    4 * width,  // mlp.c_fc
+                    4 * width * width,
+                    width};  // mlp.c_proj
     sizes.insert(sizes.end(), one.begin(), one.end());
   }
   sizes.insert(sizes.end(), {width, width});
@@ -132,8 +137,7 @@ TEST_CASE("MC #659: padding depends on K, but is never anyone's data") {
           CAPTURE(world, quantum, element_bytes, bucket_bytes);
           CHECK(layout.elements(0) == 1000);
           CHECK(sum_of(owned_by_rank(layout)) == 1000);
-          CHECK(layout.extent(0) - 1000 <
-                static_cast<std::size_t>(world) * layout.alignment(0));
+          CHECK(layout.extent(0) - 1000 < static_cast<std::size_t>(world) * layout.alignment(0));
           // All that a checkpoint could walk over ends where the parameter does.
           std::size_t stored = 0;
           for (const zero::Fragment& fragment : layout.fragments(0, {0, layout.extent(0)})) {
@@ -194,9 +198,8 @@ TEST_CASE("LC (reading): GPT-2 124M at K=7 is sharded, evenly") {
   REQUIRE(sum_of(sizes) == 124'439'808);  // = 7 * 17'777'115 + 3
   for (const std::size_t bucket_bytes : {std::size_t{25} << 20, std::size_t{1} << 40}) {
     for (const std::size_t element_bytes : {4, 8}) {
-      const zero::Layout<> layout =
-          layout_of(parameters_of(sizes), 7,
-                    {.element_bytes = element_bytes, .bucket_bytes = bucket_bytes});
+      const zero::Layout<> layout = layout_of(
+          parameters_of(sizes), 7, {.element_bytes = element_bytes, .bucket_bytes = bucket_bytes});
       const Sizes owned = owned_by_rank(layout);
       CHECK(sum_of(owned) == 124'439'808);
       const std::size_t off = 6 * layout.alignment(0);
@@ -210,7 +213,8 @@ TEST_CASE("LC (reading): GPT-2 124M at K=7 is sharded, evenly") {
   }
 }
 
-TEST_CASE("LC (reading): a total that divides by K, of tensors that don't, and the other way round") {
+TEST_CASE(
+    "LC (reading): a total that divides by K, of tensors that don't, and the other way round") {
   CHECK(owned_by_rank(layout_of(parameters_of({13, 19}), 4)) == Sizes{8, 8, 8, 8});
   CHECK(owned_by_rank(layout_of(parameters_of({16, 17}), 4)) == Sizes{12, 12, 9, 0});
 }
@@ -246,7 +250,8 @@ TEST_CASE("NCCL #413, PT #195450, Horovod PR 3727: shards start and end on 16 by
             for (std::size_t b = 0; b < layout.buckets(0); ++b) {
               for (int rank = 0; rank < world; ++rank) {
                 const Interval slice = layout.slice(0, b, rank);
-                aligned = aligned && slice.begin * bytes % 16 == 0 && slice.size() * bytes % 16 == 0;
+                aligned =
+                    aligned && slice.begin * bytes % 16 == 0 && slice.size() * bytes % 16 == 0;
               }
             }
             CHECK(aligned);

@@ -20,7 +20,8 @@ namespace {
 /// The value after every step, all elements of an array being alike. Eleven of them, so that full
 /// packs and the rest both run; all must agree.
 template <class T, class Rule>
-std::vector<double> trajectory(const Rule& rule, double start, const std::vector<double>& gradients) {
+std::vector<double> trajectory(const Rule& rule, double start,
+                               const std::vector<double>& gradients) {
   constexpr std::size_t n = 11;
   constexpr std::size_t slot_count = Rule::slots.size();
   std::vector<T> values(n, static_cast<T>(start));
@@ -88,8 +89,8 @@ std::vector<double> folded_adam(const zero::Adam& options, bool decoupled, doubl
   std::vector<double> out;
   for (double g : gradients) {
     ++t;
-    const double lr = options.lr * std::sqrt(1 - std::pow(options.beta2, t)) /
-                      (1 - std::pow(options.beta1, t));
+    const double lr =
+        options.lr * std::sqrt(1 - std::pow(options.beta2, t)) / (1 - std::pow(options.beta1, t));
     if (decoupled) {
       value -= lr * options.weight_decay * value;
     } else {

@@ -497,7 +497,7 @@ class Engine {
   void agree_on_presence(F&& presence_of) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       stepping_[i] = 0;
-      if (!steps_alone(i)) continue;
+      if (!steps_alone(i) || parameters_[i].elements == 0) continue;
       const Presence presence = presence_of(i);
       if (settings_.gradients == Gradients::reduced && presence.somewhere != presence.everywhere) {
         throw UsageError("step: " + name_of(i) +
@@ -529,8 +529,7 @@ class Engine {
     if constexpr (std::is_same_v<Observe, NoObserver>) {
       body();
     } else {
-      const std::size_t elements = layout_->slice(lane, bucket, rank()).size();
-      const Event event{phase, lane, bucket, elements};
+      const Event event{phase, lane, bucket, layout_->slice(lane, bucket, rank()).size()};
       observer_.begin(event);
       body();
       observer_.end(event);

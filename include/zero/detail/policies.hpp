@@ -5,6 +5,7 @@
 
 #include <concepts>
 #include <cstddef>
+#include <ranges>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "zero/bucket_view/param_view.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/store.hpp"
+#include "zero/element.hpp"
 #include "zero/observer.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
@@ -111,12 +113,33 @@ Wanted pick([[maybe_unused]] P&... policies) {
 template <class P, class... T>
 using OneOf = std::bool_constant<(std::same_as<P, T> || ...)>;
 
+/// Whether no family has two of `P...`, nor are there two `Settings`.
+template <class... P>
+inline constexpr bool one_of_each =
+    (int{PartitionFamily::has<P>} + ... + 0) <= 1 &&
+    (int{BucketViewFamily::has<P>} + ... + 0) <= 1 && (int{StageFamily::has<P>} + ... + 0) <= 1 &&
+    (int{PrecisionFamily::has<P>} + ... + 0) <= 1 &&
+    (int{ObserverFamily::has<P>} + ... + 0) <= 1 && (int{std::same_as<P, Settings>} + ... + 0) <= 1;
+
+/// Whether each of `Wanted...` is among `Given...` or can be made from nothing.
+template <class... Given>
+struct Obtainable {
+  template <class... Wanted>
+  static constexpr bool all =
+      ((OneOf<Wanted, Given...>::value || std::default_initializable<Wanted>) && ...);
+};
+
+/// A store that hands its parameters out so that they can be moved: not a const one.
+template <class Store>
+concept RebindableStore =
+    ParamStore<Store> &&
+    RebindableParameter<std::remove_reference_t<std::ranges::range_reference_t<Store>>>;
+
 template <class Store>
 struct DefaultViewOf {
   using type = NoView;
 };
-template <ParamStore Store>
-  requires RebindableParameter<parameter_t<Store>>
+template <RebindableStore Store>
 struct DefaultViewOf<Store> {
   using type = ParamView;
 };
@@ -125,16 +148,29 @@ template <class Store>
 using DefaultView = typename DefaultViewOf<std::remove_reference_t<Store>>::type;
 
 // Questions about each element type of a store, as one type a question, so that the static_asserts
-// of ZeroSharded stay sentences.
+// of ZeroSharded stay sentences. Where something models no concept at all, its own sentence says so
+// and all further questions about it hold: one mistake, one sentence.
 template <class Store, class Question>
-struct AllElements : std::false_type {};
+struct AllElements : std::true_type {};
 template <ParamStore Store, class Question>
 struct AllElements<Store, Question> {
   static constexpr bool value = []<class... T>(TypeList<T...>) {
     return (Question::template holds<T> && ...);
   }(store_elements<Store>{});
 };
+template <class Store, class Question>
+struct AnyElement : std::false_type {};
+template <ParamStore Store, class Question>
+struct AnyElement<Store, Question> {
+  static constexpr bool value = []<class... T>(TypeList<T...>) {
+    return (Question::template holds<T> || ...);
+  }(store_elements<Store>{});
+};
 
+struct IsOwnArithmetic {
+  template <class T>
+  static constexpr bool holds = std::same_as<arithmetic_t<T>, T>;
+};
 template <class Opt>
 struct IsOptimizer {
   template <class T>
@@ -146,7 +182,7 @@ struct IsWholeTensor {
   static constexpr bool holds = WholeTensorOptimizer<Opt, arithmetic_t<T>>;
 };
 template <class Opt, class Store>
-using AnyWholeTensor = AllElements<Store, IsWholeTensor<Opt>>;
+using AnyWholeTensor = AnyElement<Store, IsWholeTensor<Opt>>;
 template <class Precision>
 struct IsNative {
   template <class T>
@@ -164,6 +200,28 @@ struct IsCommunicator {
   template <class T>
   static constexpr bool holds = Communicator<Comm, T>;
 };
+
+template <class View>
+inline constexpr bool moves_values = false;
+template <BucketViewPolicy View>
+inline constexpr bool moves_values<View> = View::values != Residency::caller;
+
+template <class View>
+inline constexpr bool supported_residency = true;
+template <BucketViewPolicy View>
+inline constexpr bool supported_residency<View> =
+    View::values != Residency::pool && View::gradients == Residency::caller;
+
+template <class Stage>
+inline constexpr bool shards_gradients = false;
+template <StagePolicy Stage>
+inline constexpr bool shards_gradients<Stage> = Stage::shards_gradients;
+
+template <class Store, class Comm>
+inline constexpr bool same_memory_space = true;
+template <ParamStore Store, Capable Comm>
+inline constexpr bool same_memory_space<Store, Comm> =
+    Comm::memory_space == memory_space_of<parameter_t<Store>>;
 
 }  // namespace detail
 }  // namespace zero

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs drawn cases against the oracle, and says which seed differed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "catch.hpp"
+#include "oracle.hpp"
+
+namespace oracle {
+
+template <class Path, class Model, class Partition, class View, class Stage, class Opt>
+void check(std::uint32_t first_seed, const std::vector<Opt>& groups) {
+  for (std::uint32_t seed = first_seed; seed < first_seed + 120; ++seed) {
+    std::string found;
+    try {
+      found = run<Path, Model, Partition, View, Stage>(draw(seed, groups.size()), groups);
+    } catch (const std::exception& error) {
+      found = error.what();
+    }
+    INFO("seed " << seed);
+    REQUIRE(found == "");
+  }
+}
+
+}  // namespace oracle
