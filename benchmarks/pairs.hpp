@@ -28,8 +28,8 @@ struct Spread {
 inline Spread spread_of(std::vector<double> samples) {
   std::sort(samples.begin(), samples.end());
   const std::size_t middle = samples.size() / 2;
-  const double median = samples.size() % 2 == 1 ? samples[middle]
-                                                : (samples[middle - 1] + samples[middle]) / 2;
+  const double median =
+      samples.size() % 2 == 1 ? samples[middle] : (samples[middle - 1] + samples[middle]) / 2;
   return {median, samples.front(), samples.back()};
 }
 

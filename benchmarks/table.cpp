@@ -69,20 +69,25 @@ void Sheet::value(const std::string& part, std::string unit, Spread value,
 void Sheet::error(std::string what) { lines_.push_back({row_, "", {}, {}, "", std::move(what)}); }
 
 Row::Row(std::string name, std::function<void(Sheet&)> body) {
-  benchmark::RegisterBenchmark(name.c_str(), [name, body](benchmark::State& state) {
-    Sheet sheet(name);
-    for ([[maybe_unused]] auto _ : state) {
-      try {
-        body(sheet);
-      } catch (const std::exception& exception) {
-        sheet.error(exception.what());
-        state.SkipWithError(exception.what());
-        break;
-      }
-    }
-    if (!sheet.lines().empty()) count(state, sheet.lines().front());
-    all_lines().insert(all_lines().end(), sheet.lines().begin(), sheet.lines().end());
-  })->Iterations(1)->UseRealTime()->Unit(benchmark::kSecond);
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [name, body](benchmark::State& state) {
+                                 Sheet sheet(name);
+                                 for ([[maybe_unused]] auto _ : state) {
+                                   try {
+                                     body(sheet);
+                                   } catch (const std::exception& exception) {
+                                     sheet.error(exception.what());
+                                     state.SkipWithError(exception.what());
+                                     break;
+                                   }
+                                 }
+                                 if (!sheet.lines().empty()) count(state, sheet.lines().front());
+                                 all_lines().insert(all_lines().end(), sheet.lines().begin(),
+                                                    sheet.lines().end());
+                               })
+      ->Iterations(1)
+      ->UseRealTime()
+      ->Unit(benchmark::kSecond);
 }
 
 void print_table() {
@@ -109,7 +114,8 @@ void print_table() {
 void write_json(const std::string& path) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const Line& line : lines()) {
-    nlohmann::ordered_json row{{"name", line.name}, {"unit", line.unit.empty() ? "ratio" : line.unit}};
+    nlohmann::ordered_json row{{"name", line.name},
+                               {"unit", line.unit.empty() ? "ratio" : line.unit}};
     if (!line.error.empty()) {
       row["error"] = line.error;
     } else {

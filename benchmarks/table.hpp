@@ -15,7 +15,9 @@ namespace bench {
 struct Bound {
   double limit;
   bool at_least;
-  [[nodiscard]] bool holds(double value) const { return at_least ? value >= limit : value <= limit; }
+  [[nodiscard]] bool holds(double value) const {
+    return at_least ? value >= limit : value <= limit;
+  }
 };
 inline Bound at_least(double limit) { return {limit, true}; }
 inline Bound at_most(double limit) { return {limit, false}; }

@@ -110,8 +110,9 @@ void check_spoiled(Spoil spoil, const Texts& fragments) {
           },
           build_adam<Way>);
       Texts wanted = fragments;
-      if (world > 1) wanted.push_back("rank " + std::to_string(culprit == -1 ? 0 : culprit));
-      wanted.push_back("construction");
+      if (world > 1) {
+        wanted.push_back("construction: rank " + std::to_string(culprit == -1 ? 0 : culprit));
+      }
       check_refused(built, wanted);
     }
   }
@@ -635,7 +636,7 @@ RefusedStep refused_step(int world, int culprit, Options options, zero::Settings
       if (step == 1 && culprit >= 0) {
         const std::string before = ranks::snapshot(model, optimizer);
         if (rank == culprit) {
-          const auto keep = spoil(optimizer, model);
+          [[maybe_unused]] const auto keep = spoil(optimizer, model);
           result.failures[r] = ranks::attempt([&] { optimizer.step(); });
         } else {
           optimizer.mark_ready(5);  // some marks, which the refused step forgets

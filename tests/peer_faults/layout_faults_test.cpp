@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <numeric>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "catch.hpp"
@@ -148,10 +149,15 @@ TEST_CASE("MC #659: padding depends on K, but is never anyone's data") {
       }
     }
   }
-  // Without a quantum: 1000 fp32 in K slices of whole 16 bytes.
-  CHECK(layout_of(parameters_of({1000}), 16).extent(0) == 1024);
-  CHECK(layout_of(parameters_of({1000}), 24).extent(0) == 1056);
-  CHECK(layout_of(parameters_of({1000}), 32).extent(0) == 1024);
+  // Without a quantum: 1000 fp32 in K equal slices of whole 16 bytes.
+  for (const auto& [world, slice] : {std::pair{16, 64}, {24, 44}, {32, 32}}) {
+    const zero::Layout<> layout = layout_of(parameters_of({1000}), world);
+    CAPTURE(world);
+    CHECK(layout.extent(0) == static_cast<std::size_t>(world * slice));
+    for (int rank = 0; rank < world; ++rank) {
+      CHECK(layout.slice(0, 0, rank).size() == static_cast<std::size_t>(slice));
+    }
+  }
 }
 
 TEST_CASE("MC PR 6048: no tail is owned by nobody, whatever the world") {

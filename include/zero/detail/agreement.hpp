@@ -51,7 +51,7 @@ std::vector<T> exchange_all(C& comm, std::span<const T> mine) {
 }
 
 /// Throws the same `UsageError` on all ranks where one refuses, or where they differ.
-/// @param name gives a parameter's quoted name by index
+/// @param name gives a parameter's quoted name by index; rank 0's is what all ranks say
 template <HostExchange C, class Name>
 void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> parameters,
                        const Name& name) {
@@ -78,19 +78,23 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
   }
   if (!differ) return;
   const auto ranked = exchange_all(comm, parameters.first(compared));
+  const auto quoted_by_first = [&](std::size_t i) {  // names may be what differs
+    const Text text = to_text(name(i));
+    return std::string(exchange_all(comm, std::span<const Text>(&text, 1))[0].data());
+  };
   for (std::size_t i = 0; i < compared; ++i) {
     for (std::size_t r = 0; r < all.size(); ++r) {
       const ParameterDigest& here = ranked[r * compared + i];
       const ParameterDigest& first = ranked[i];
       if (here.elements != first.elements) {
-        refuse(r, name(i) + " has " + std::to_string(here.elements) + " elements, not " +
+        refuse(r, quoted_by_first(i) + " has " + std::to_string(here.elements) + " elements, not " +
                       std::to_string(first.elements));
       }
       if (here.description != first.description) {
-        refuse(r, name(i) + " has another name, shape, element type, group or attribute");
+        refuse(r, quoted_by_first(i) + " has another name, shape, element type, group or attribute");
       }
       if (here.values != first.values) {
-        refuse(r, name(i) + " has other initial values; start all ranks from the same (the same "
+        refuse(r, quoted_by_first(i) + " has other initial values; start all ranks from the same (the same "
                             "seed, or a broadcast from rank 0)");
       }
     }

@@ -41,6 +41,29 @@
 
 namespace zero::detail {
 
+/// What a rule makes of a few numbers: ranks whose options differ differ in it.
+template <class T, class Rule>
+std::uint64_t fingerprint(const Rule& rule) {
+  Hash hash;
+  T value = T(0.7);
+  std::array<T, slot_count<Rule>> slots{};
+  std::int64_t t = 0;
+  for (const double gradient : {0.3, -0.2, 0.001}) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      Rule::update(value, static_cast<T>(gradient), slots[I]..., rule.template scalars<T>(++t));
+    }(slot_indices<Rule>{});
+    hash.add(&value, sizeof value);
+  }
+  return hash.value();
+}
+
+/// What ranks that don't share memory tell each other in a step, followed by one bit a parameter:
+/// whether its gradient is there.
+struct StepMessage {
+  Text refusal;           ///< why the rank can't step, or empty
+  std::uint64_t options;  ///< fingerprint of all groups
+};
+
 /// A bucket of some lane, in the order in which all ranks send them.
 struct Launch {
   std::size_t lane;
@@ -89,13 +112,13 @@ class Engine {
       if (world() == 1) throw;
       refusal = error.what();
     }
+    for (const Opt& group : groups_) slots_allocated_ = std::max(slots_allocated_, used_slots(group));
     if (world() > 1) agree(seen, refusal);
     parameters_ = std::move(seen.parameters);
     marks_.emplace(parameters_);
     steps_.assign(parameters_.size(), 0);
     present_.assign(parameters_.size(), 0);
     stepping_.assign(parameters_.size(), 0);
-    for (const Opt& group : groups_) slots_allocated_ = std::max(slots_allocated_, used_slots(group));
     for_each_lane([&](auto& lane) { allocate(lane); });
     if constexpr (View::values == Residency::arena) move_values();
     if constexpr (!shares_memory) {
@@ -133,7 +156,13 @@ class Engine {
       throw UsageError(std::string(verb) + ": " + name_of(leader) +
                        " has a null gradient; give it memory, or call mark_absent");
     }
-    if (marks_->mark(i, mark)) complete(leader);
+    if (!marks_->mark(i, mark)) return;
+    try {
+      complete(leader);
+    } catch (const std::exception& error) {
+      give_up(error.what(), false);
+      throw;
+    }
   }
 
   std::int64_t step() {
@@ -156,12 +185,18 @@ class Engine {
       } else {
         step_through_buckets(refusal, updating);
       }
+    } catch (const UsageError& error) {
+      forget_round(false);
+      if (updating) fail(error.what());
+      throw;
     } catch (const std::exception& error) {
-      forget_round();
-      if (updating) failure_ = error.what();
+      give_up(error.what(), updating);
+      throw;
+    } catch (...) {
+      give_up("an exception that is no std::exception", updating);
       throw;
     }
-    forget_round();
+    forget_round(true);
     return step_;
   }
 
@@ -277,7 +312,9 @@ class Engine {
     Hash settings;
     settings.add(view_.bucket_bytes);
     settings.add(static_cast<std::uint64_t>(settings_.gradients));
+    settings.add(std::uint64_t{settings_.check_values});
     settings.add(groups_.size());
+    settings.add(slots_allocated_);
     const double scale = gradient_scale();
     settings.add(&scale, sizeof scale);
     mine.settings = settings.value();
@@ -365,10 +402,16 @@ class Engine {
     }
   }
 
+  /// Also ends what was on its way.
+  template <class Lane, class Traffic>
+  void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
+    traffic.emplace(lane, *layout_, comm(), Stage::shards_state, settings_.poison_padding,
+                    settings_.memory);
+  }
+
   void prepare_traffic() {
     for_each_lane_and_traffic([&](auto& lane, auto& traffic) {
-      traffic.emplace(lane, *layout_, comm(), Stage::shards_state, settings_.poison_padding,
-                      settings_.memory);
+      make_traffic(lane, traffic);
       for (std::size_t b = 0; b < layout_->buckets(lane.index); ++b) {
         std::size_t last = 0;
         for (const Fragment& f : layout_->fragments(lane.index, layout_->bucket(lane.index, b))) {
@@ -383,7 +426,7 @@ class Engine {
       if (a.last_parameter != b.last_parameter) return a.last_parameter > b.last_parameter;
       return a.bucket > b.bucket;
     });
-    message_.resize(sizeof(Text) + (parameters_.size() + 7) / 8);
+    message_.resize(sizeof(StepMessage) + (parameters_.size() + 7) / 8);
     messages_.resize(message_.size() * static_cast<std::size_t>(world()));
     expect_all();
   }
@@ -404,7 +447,8 @@ class Engine {
       throw UsageError(std::string(verb) + ": " + name_of(leader) +
                        " has another element type than the one asked for");
     }
-    if (memory.size() != parameters_[leader].elements || memory.data() == nullptr) {
+    const std::size_t wanted = parameters_[leader].elements;
+    if (memory.size() != wanted || (memory.data() == nullptr && wanted != 0)) {
       throw UsageError(std::string(verb) + ": " + gradient_size(leader, memory.size()));
     }
     return memory;
@@ -423,6 +467,10 @@ class Engine {
       if (span.empty() && parameters_[leader].elements != 0) return false;
       if (span.size() != parameters_[leader].elements) {
         throw UsageError(std::string(verb) + ": " + gradient_size(leader, span.size()));
+      }
+      if (lane_of<T, elements>::value != parameters_[leader].lane) {
+        throw UsageError(std::string(verb) + ": " + name_of(leader) +
+                         "'s gradient has another element type than its values; make them alike");
       }
       std::get<lane_of<T, elements>::value>(lanes_).gradients[leader] = span.data();
       present_[leader] = 1;
@@ -464,7 +512,11 @@ class Engine {
     try {
       marks_->require_no_lease();
       for (std::size_t g = 0; g < groups_.size(); ++g) {
-        validate(groups_[g]);
+        try {
+          validate(groups_[g]);
+        } catch (const UsageError& error) {
+          throw UsageError("step: the options of group " + std::to_string(g) + ": " + error.what());
+        }
         if (used_slots(groups_[g]) > slots_allocated_) {
           throw UsageError("step: the options of group " + std::to_string(g) + " need the state '" +
                            std::string(Opt::slots[used_slots(groups_[g]) - 1]) +
@@ -472,17 +524,38 @@ class Engine {
         }
       }
       for (std::size_t i = 0; i < parameters_.size(); ++i) {
-        if (steps_alone(i) && !marks_->any_marked(i)) record_gradient(i, "step");
+        if (steps_alone(i) && !marks_->whole(i)) record_gradient(i, "step");
       }
+      Hash options;
+      for (const Opt& group : groups_) {
+        options.add(fingerprint<arithmetic_t<typename first_of<elements>::type>>(group));
+      }
+      options_ = options.value();
     } catch (const UsageError& error) {
       return error.what();
     }
     return {};
   }
 
+  void fail(const char* why) {
+    failure_ = *why == '\0' ? "an exception without a text" : why;
+  }
+
+  /// After a failure that the peers don't share: they learn of it at once, and none of them reads
+  /// this rank's memory any more.
+  void give_up(const char* why, bool updating) {
+    forget_round(false);
+    if (updating) fail(why);
+    if (world() == 1) return;
+    comm().abort("a step failed: " + std::string(why));
+    if constexpr (!shares_memory) for_each_lane_and_traffic([&](auto& lane, auto& traffic) {
+      make_traffic(lane, traffic);
+    });
+  }
+
   /// After a step, applied or refused.
-  void forget_round() noexcept {
-    marks_->reset();
+  void forget_round(bool applied) noexcept {
+    marks_->reset(applied);
     std::fill(present_.begin(), present_.end(), std::uint8_t{0});
     for_each_lane([](auto& lane) {
       std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr);
@@ -600,7 +673,13 @@ class Engine {
     });
   }
 
-  [[noreturn]] static void throw_refusal(int rank, const char* text) {
+  /// The same on all ranks, given what each of them said.
+  static void require_agreement_to_step(int rank, const char* text, std::uint64_t options,
+                                        std::uint64_t options_of_rank_0) {
+    if (*text == '\0') {
+      if (options == options_of_rank_0) return;
+      text = "its groups' options differ from rank 0's; set the same on all ranks";
+    }
     throw UsageError("rank " + std::to_string(rank) +
                      " refused the step, so no rank took it and nothing has changed: " + text);
   }
@@ -616,9 +695,8 @@ class Engine {
     };
     try {
       for (std::size_t r = 0; r < published.size(); ++r) {
-        if (!peer(r).refusal_.empty()) {
-          throw_refusal(static_cast<int>(r), peer(r).refusal_.c_str());
-        }
+        require_agreement_to_step(static_cast<int>(r), peer(r).refusal_.c_str(),
+                                  peer(r).options_, peer(0).options_);
       }
       agree_on_presence([&](std::size_t i) {
         Presence presence{false, true};
@@ -802,26 +880,32 @@ class Engine {
 
   /// Tells the others what this rank has, or why it refuses.
   void exchange_presence(const std::string& refusal) {
-    const Text text = to_text(refusal);
-    std::memcpy(message_.data(), text.data(), sizeof text);
-    std::fill(message_.begin() + sizeof(Text), message_.end(), std::byte{0});
+    const StepMessage mine{to_text(refusal), options_};
+    std::memcpy(message_.data(), &mine, sizeof mine);
+    std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
     for (std::size_t i = 0; i < present_.size(); ++i) {
-      if (present_[i] != 0) message_[sizeof(Text) + i / 8] |= std::byte{1} << (i % 8);
+      if (present_[i] != 0) message_[sizeof mine + i / 8] |= std::byte{1} << (i % 8);
     }
     comm().exchange(std::span<const std::byte>(message_), std::span<std::byte>(messages_)).wait();
     const auto from = [&](int r) {
       return std::span<const std::byte>(messages_)
           .subspan(static_cast<std::size_t>(r) * message_.size(), message_.size());
     };
+    const auto head = [&](int r) {
+      StepMessage theirs;
+      std::memcpy(&theirs, from(r).data(), sizeof theirs);
+      return theirs;
+    };
+    const std::uint64_t options_of_rank_0 = head(0).options;
     for (int r = 0; r < world(); ++r) {
-      const char* theirs = reinterpret_cast<const char*>(from(r).data());
-      if (*theirs != '\0') throw_refusal(r, theirs);
+      const StepMessage theirs = head(r);
+      require_agreement_to_step(r, theirs.refusal.data(), theirs.options, options_of_rank_0);
     }
     agree_on_presence([&](std::size_t i) {
       Presence presence{false, true};
       for (int r = 0; r < world(); ++r) {
         const bool there =
-            (from(r)[sizeof(Text) + i / 8] >> (i % 8) & std::byte{1}) != std::byte{0};
+            (from(r)[sizeof(StepMessage) + i / 8] >> (i % 8) & std::byte{1}) != std::byte{0};
         presence.somewhere = presence.somewhere || there;
         presence.everywhere = presence.everywhere && there;
       }
@@ -846,6 +930,7 @@ class Engine {
   std::vector<std::uint8_t> present_;     ///< by leader: whether this rank has its gradient
   std::vector<std::uint8_t> stepping_;    ///< by leader: whether this step updates it
   std::string refusal_;                   ///< why this rank can't step; peers read it
+  std::uint64_t options_ = 0;             ///< fingerprint of the groups' options; peers read it
   std::string failure_;                   ///< why no rank can go on
 
   typename Per<elements>::lanes lanes_;

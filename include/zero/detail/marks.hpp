@@ -45,17 +45,14 @@ class Marks {
   /// Whether that was the last mark that the parameter's place waits for.
   bool mark(std::size_t i, Mark mark) {
     state_[i].mark = mark;
-    State& first = state_[leader(i)];
-    first.any_ready = first.any_ready || mark == Mark::ready;
-    return ++first.marked == (*parameters_)[leader(i)].ties;
+    ++state_[leader(i)].marked;
+    return whole(leader(i));
   }
 
   /// Whether all of a leader's ties have been marked.
   [[nodiscard]] bool whole(std::size_t leader) const {
     return state_[leader].marked == (*parameters_)[leader].ties;
   }
-  [[nodiscard]] bool any_ready(std::size_t leader) const { return state_[leader].any_ready; }
-  [[nodiscard]] bool any_marked(std::size_t leader) const { return state_[leader].marked > 0; }
 
   /// Throws where a gradient is still leased.
   void require_no_lease() const {
@@ -64,9 +61,11 @@ class Marks {
     }
   }
 
-  /// Forgets the marks; leases stay.
-  void reset() noexcept {
-    for (State& state : state_) state = {.leased = state.leased};
+  /// Forgets the marks; leases stay, and after a step that was refused so does what was written.
+  void reset(bool applied) noexcept {
+    for (State& state : state_) {
+      state = {.leased = state.leased, .written = state.written && !applied};
+    }
   }
 
  private:
@@ -74,7 +73,6 @@ class Marks {
     Mark mark = Mark::none;
     bool leased = false;
     bool written = false;    ///< of a leader: leased at least once since the last step
-    bool any_ready = false;  ///< of a leader: some tie was marked ready
     std::size_t marked = 0;  ///< of a leader: how many ties have been marked
   };
 

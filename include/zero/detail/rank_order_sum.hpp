@@ -50,10 +50,11 @@ void sum_in_rank_order(std::span<const T* const> sources, std::size_t n, T* out)
     using V = typename SumVector<T>::type;
     constexpr std::size_t w = sizeof(V) / sizeof(T);
     constexpr std::size_t block = 8 * w;
+    const std::size_t whole = n - n % block;
     std::size_t i = 0;
     // Every source of a block is read before the block is written: that's what lets `out` be one
     // of the sources. Eight named sums stay in registers at -O2; an array of them would not.
-    for (; n - i >= block; i += block) {
+    for (; i < whole; i += block) {
       const T* x = sources[0] + i;
       V s0 = load_vector<V>(x), s1 = load_vector<V>(x + w);
       V s2 = load_vector<V>(x + 2 * w), s3 = load_vector<V>(x + 3 * w);

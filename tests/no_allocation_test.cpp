@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// After the first step nothing is allocated: not by a rank, not by what ranks share.
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <vector>
+#include <zero/zero.hpp>
+
+#include "catch.hpp"
+
+// g++ sees `free` behind an inlined delete but not the allocation behind new.
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"
+
+namespace {
+std::atomic<bool> counting{false};
+std::atomic<std::size_t> allocations{0};
+
+void* counted(std::size_t bytes, std::size_t alignment) {
+  if (counting) ++allocations;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+}  // namespace
+
+void* operator new(std::size_t bytes) { return counted(bytes, alignof(std::max_align_t)); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return counted(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace {
+
+/// Hides that ranks share memory: steps go through buckets and collectives.
+struct CollectivesOnly : zero::InProcessCommunicator {
+  explicit CollectivesOnly(const zero::InProcessCommunicator& comm)
+      : zero::InProcessCommunicator(comm) {}
+  void meet() = delete;
+};
+static_assert(zero::Communicator<CollectivesOnly> &&
+              !zero::SharedMemoryCommunicator<CollectivesOnly>);
+
+/// Allocations during steps 3 to 6 on all ranks together.
+template <class Comm, class Stage>
+std::size_t allocations_while_stepping(int world, Stage stage) {
+  allocations = 0;
+  zero::run_ranks(world, [&](zero::InProcessCommunicator& in_process) {
+    Comm comm(in_process);
+    std::vector<std::vector<float>> values(12, std::vector<float>(1000, 1.0F));
+    std::vector<std::vector<float>> gradients(12, std::vector<float>(1000, 0.5F));
+    std::vector<zero::ParamRef<float>> store;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      store.emplace_back("p" + std::to_string(i), values[i], gradients[i]);
+    }
+    zero::ZeroSharded optimizer{zero::Adam{}, store, comm, stage, zero::NoView{4096}};
+    for (int step = 0; step < 6; ++step) {
+      comm.barrier().wait();
+      if (step == 2) counting = true;
+      comm.barrier().wait();
+      for (std::size_t i = 0; i < store.size(); ++i) optimizer.mark_ready(i);
+      optimizer.step();
+    }
+    comm.barrier().wait();
+    counting = false;
+    comm.barrier().wait();
+  });
+  return allocations;
+}
+
+}  // namespace
+
+TEST_CASE("the counter counts") {
+  allocations = 0;
+  counting = true;
+  ::operator delete(::operator new(1));
+  counting = false;
+  CHECK(allocations == 1);
+}
+
+TEST_CASE("a step allocates nothing") {
+  for (const int world : {1, 2, 4}) {
+    CHECK(allocations_while_stepping<zero::InProcessCommunicator>(world, zero::Stage1{}) == 0);
+    CHECK(allocations_while_stepping<zero::InProcessCommunicator>(world, zero::Replicated{}) == 0);
+    CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Stage1{}) == 0);
+    CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Replicated{}) == 0);
+  }
+}
