@@ -4,6 +4,9 @@ add_library(zero_warnings INTERFACE)
 # g++ leaves sign conversions out of -Wconversion and clang doesn't; here they agree.
 target_compile_options(zero_warnings INTERFACE
   $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-Wall;-Wextra;-Wpedantic;-Wconversion;-Wno-sign-conversion;-Wshadow;-Werror>)
+# g++ 12 sees an overlap in "text" + std::string where there is none (GCC bug 105651).
+target_compile_options(zero_warnings INTERFACE
+  $<$<AND:$<COMPILE_LANG_AND_ID:CXX,GNU>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,13>>:-Wno-restrict>)
 
 # Tests compare bits, and contraction into fused multiply-adds changes bits between loops.
 add_library(zero_exact_arithmetic INTERFACE)
