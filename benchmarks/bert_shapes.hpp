@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BERT-large as a framework holds it: 391 tensors, 335,141,888 parameters.
 #pragma once
 

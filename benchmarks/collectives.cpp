@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In-process collectives between two threads against two threads that move the same bytes.
 #include <cstddef>
 #include <span>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes two optimizers use the same pages, one after the other.
 #pragma once
 

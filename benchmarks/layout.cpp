@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layout of GPT-3 175B over 1024 ranks.
 #include <benchmark/benchmark.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // zero_bench [NAME…] [--json FILE] [--benchmark_…]: measures the rows whose names match one of the
 // regular expressions NAME (all without one), prints their table, writes it as JSON, and returns 1
 // where a bound is missed, 2 where it was called wrongly.

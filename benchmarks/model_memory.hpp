@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's parameters and gradients, each tensor in memory of its own as frameworks have it.
 #pragma once
 

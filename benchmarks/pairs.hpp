@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Timing on a machine that others use too: subject and reference take turns, so that whatever slows
 // the machine down slows both, and only the ratio of neighbours counts.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "reference_loops.hpp"
 
 #include <cmath>
@@ -7,7 +8,7 @@
 #endif
 
 // Wider registers where the processor has them.
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__linux__)
 #define WIDE __attribute__((noinline, target_clones("avx2", "default")))
 #else
 #define WIDE __attribute__((noinline))
@@ -70,7 +71,6 @@ void streaming_sum(float* __restrict out, const float* __restrict a, const float
 }
 
 WIDE void copy(float* __restrict out, const float* __restrict a, std::size_t n) {
-#pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) out[i] = a[i];
 }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the library is held against: loops over plain arrays, written by hand and built with all
 // that a compiler can do for them (see CMakeLists.txt).
 #pragma once
@@ -24,7 +25,7 @@ void mean_into(float* g, const float* h, std::size_t n);
 /// `out = a + b`. Streaming: with stores that go past the caches, which saves reading `out` first.
 void sum(float* out, const float* a, const float* b, std::size_t n);
 void streaming_sum(float* out, const float* a, const float* b, std::size_t n);
-/// `out = a`
+/// `out = a`, which compilers make a memcpy of.
 void copy(float* out, const float* a, std::size_t n);
 void streaming_copy(float* out, const float* a, std::size_t n);
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "table.hpp"
 
 #include <benchmark/benchmark.h>
@@ -86,7 +87,6 @@ Row::Row(std::string name, std::function<void(Sheet&)> body) {
                                                     sheet.lines().end());
                                })
       ->Iterations(1)
-      ->UseRealTime()
       ->Unit(benchmark::kSecond);
 }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one table that zero_bench prints, and the rows that fill it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shipped update loop against the roof: a loop over the same arrays that only moves them.
 #include <array>
 #include <cstddef>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// For every concept a type that models it and offers nothing more: no default constructor, no copies
-// where moves do, no comparison, no conversion. What works with these asks for no more than it says.
+// For every concept a type that models it and offers nothing more: no default constructor, no
+// copies where moves do, no comparison, no conversion. What works with these asks for no more than
+// the concepts say.
 // The first of a concept is the minimal model of its doc comment, word for word where it has one.
 #pragma once
 
@@ -96,7 +97,10 @@ class BareParameter {
   template <class Source>
     requires(!std::same_as<Source, BareParameter>)
   explicit BareParameter(Source& tensor)
-      : name_(tensor.name), shape_(tensor.shape), values_(tensor.values), gradient_(tensor.gradient) {}
+      : name_(tensor.name),
+        shape_(tensor.shape),
+        values_(tensor.values),
+        gradient_(tensor.gradient) {}
   BareParameter(BareParameter&&) = default;
   BareParameter& operator=(BareParameter&&) = delete;
 
@@ -119,9 +123,7 @@ class BareRebindable {
   BareRebindable(BareRebindable&&) = default;
   BareRebindable& operator=(BareRebindable&&) = delete;
 
-  ConvertsTo<std::string_view> name() const {
-    return ConvertsTo<std::string_view>(tensor_->name);
-  }
+  ConvertsTo<std::string_view> name() const { return ConvertsTo<std::string_view>(tensor_->name); }
   ConvertsTo<std::span<const std::size_t>> shape() const {
     return ConvertsTo<std::span<const std::size_t>>(tensor_->shape);
   }
@@ -154,8 +156,8 @@ class BareVariantParameter {
     return std::visit([](const auto& t) { return t.name; }, *tensor_);
   }
   ConvertsTo<std::span<const std::size_t>> shape() const {
-    return ConvertsTo<std::span<const std::size_t>>(std::visit(
-        [](const auto& t) { return std::span<const std::size_t>(t.shape); }, *tensor_));
+    return ConvertsTo<std::span<const std::size_t>>(
+        std::visit([](const auto& t) { return std::span<const std::size_t>(t.shape); }, *tensor_));
   }
   Values values() const {
     return std::visit([](auto& t) { return Values(std::span(t.values)); }, *tensor_);
@@ -208,9 +210,7 @@ class BareStore {
  public:
   struct Sentinel {
     P* end;
-    friend bool operator==(BareIterator<P> at, Sentinel s) {
-      return at == BareIterator<P>(s.end);
-    }
+    friend bool operator==(BareIterator<P> at, Sentinel s) { return at == BareIterator<P>(s.end); }
   };
 
   BareStore() = delete;
@@ -246,6 +246,7 @@ class BareFlatStore : public BareStore<BareParameter> {
 
 // ---- UpdateRule
 
+// clang-format off
 struct SignSgd {
   double lr = 1e-3;
   static constexpr std::array<std::string_view, 0> slots{};
@@ -258,6 +259,7 @@ struct SignSgd {
     value = value - s.lr * zero::sign(gradient);
   }
 };
+// clang-format on
 
 /// `zero::Sgd` with momentum in its bits, without `used_slots` and `validate`.
 struct BareRule : NotFromNothing {
@@ -268,7 +270,8 @@ struct BareRule : NotFromNothing {
   template <class Real>
   class Scalars : NotFromNothing {
    public:
-    Scalars(Real learning_rate, Real momentum) : NotFromNothing(0), lr(learning_rate), mu(momentum) {}
+    Scalars(Real learning_rate, Real momentum)
+        : NotFromNothing(0), lr(learning_rate), mu(momentum) {}
     const Real lr, mu;
   };
   template <class Real>
@@ -307,63 +310,107 @@ struct SoloRequest : MoveOnly {
   bool done() { return true; }
 };
 
-/// A world of one rank: nothing to sum, nobody to wait for.
-struct SoloCommunicator : MoveOnly {
-  using Request = SoloRequest;
-  using Counts = std::span<const std::size_t>;
-  using MoveOnly::MoveOnly;
+/// What a rank alone receives is what it sends, perhaps in place.
+template <class T>
+SoloRequest solo_copy(std::span<const T> input, std::span<T> output) {
+  if (!input.empty()) std::memmove(output.data(), input.data(), input.size_bytes());
+  return SoloRequest(0);
+}
 
+// Each operation alone.
+struct SoloRanked {
+  int rank() const { return 0; }
+  int size() const { return 1; }
+};
+struct SoloAllReduce {
+  template <class T>
+  SoloRequest all_reduce(std::span<T>, zero::ReduceOp) {
+    return SoloRequest(0);
+  }
+};
+struct SoloReduceScatter {
+  template <class T>
+  SoloRequest reduce_scatter(std::span<const T> input, std::span<T> output, zero::ReduceOp) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloReduceScatterV {
+  template <class T>
+  SoloRequest reduce_scatter_v(std::span<const T> input, std::span<T> output,
+                               std::span<const std::size_t>, zero::ReduceOp) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloAllGather {
+  template <class T>
+  SoloRequest all_gather(std::span<const T> input, std::span<T> output) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloAllGatherV {
+  template <class T>
+  SoloRequest all_gather_v(std::span<const T> input, std::span<T> output,
+                           std::span<const std::size_t>) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloAllToAll {
+  template <class T>
+  SoloRequest all_to_all(std::span<const T> input, std::span<T> output) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloAllToAllV {
+  template <class T>
+  SoloRequest all_to_all_v(std::span<const T> input, std::span<const std::size_t>,
+                           std::span<T> output, std::span<const std::size_t>) {
+    return solo_copy(input, output);
+  }
+};
+struct SoloBroadcast {
+  template <class T>
+  SoloRequest broadcast(std::span<T>, int) {
+    return SoloRequest(0);
+  }
+};
+struct SoloBarrier {
+  SoloRequest barrier() { return SoloRequest(0); }
+};
+struct SoloHostExchange {
+  SoloRequest exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
+    return solo_copy(mine, all);
+  }
+};
+struct SoloAbortable {
+  void abort(std::string) {}
+};
+struct SoloBatching {
+  struct Nothing {};
+  Nothing batch() { return {}; }
+};
+struct SoloCapable {
   static constexpr zero::MemorySpace memory_space = zero::MemorySpace::host;
   static constexpr bool supports(zero::ElementType) { return true; }
   static constexpr bool supports(zero::ReduceOp) { return true; }
-  int rank() const { return 0; }
-  int size() const { return 1; }
+};
 
-  template <class T>
-  Request all_reduce(std::span<T>, zero::ReduceOp) {
-    return Request(0);
-  }
-  template <class T>
-  Request reduce_scatter(std::span<const T> input, std::span<T> output, zero::ReduceOp) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request reduce_scatter_v(std::span<const T> input, std::span<T> output, Counts, zero::ReduceOp) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request all_gather(std::span<const T> input, std::span<T> output) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request all_gather_v(std::span<const T> input, std::span<T> output, Counts) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request all_to_all(std::span<const T> input, std::span<T> output) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request all_to_all_v(std::span<const T> input, Counts, std::span<T> output, Counts) {
-    return copy(input, output);
-  }
-  template <class T>
-  Request broadcast(std::span<T>, int) {
-    return Request(0);
-  }
-  Request barrier() { return Request(0); }
-  Request exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
-    return copy(mine, all);
-  }
-  void abort(std::string_view) {}
-  SoloRequest batch() { return Request(0); }
-
- private:
-  template <class T>
-  static Request copy(std::span<const T> from, std::span<T> to) {
-    if (!from.empty()) std::memmove(to.data(), from.data(), from.size_bytes());
-    return Request(0);
-  }
+/// A world of one rank: nothing to sum, nobody to wait for.
+struct SoloCommunicator : MoveOnly,
+                          SoloRanked,
+                          SoloAllReduce,
+                          SoloReduceScatter,
+                          SoloReduceScatterV,
+                          SoloAllGather,
+                          SoloAllGatherV,
+                          SoloAllToAll,
+                          SoloAllToAllV,
+                          SoloBroadcast,
+                          SoloBarrier,
+                          SoloHostExchange,
+                          SoloAbortable,
+                          SoloBatching,
+                          SoloCapable {
+  using MoveOnly::MoveOnly;
 };
 
 /// The meeting of a world of one.
@@ -464,7 +511,7 @@ class BareCommunicator {
   Started<9> exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
     return Started<9>(inner_.exchange(mine, all));
   }
-  void abort(std::string_view reason) { inner_.abort(reason); }
+  void abort(std::string reason) { inner_.abort(reason); }
   MoveOnly batch() { return MoveOnly(0); }
 
  protected:

@@ -183,15 +183,10 @@ template <Parameter P>
 
 /// Which memory a parameter type lies in.
 template <Parameter P>
-inline constexpr MemorySpace memory_space_of = [] {
-  if constexpr (requires {
-                  { P::memory_space } -> std::convertible_to<MemorySpace>;
-                }) {
-    return P::memory_space;
-  } else {
-    return MemorySpace::host;
-  }
-}();
+inline constexpr MemorySpace memory_space_of = MemorySpace::host;
+template <Parameter P>
+  requires requires { typename std::integral_constant<MemorySpace, P::memory_space>; }
+inline constexpr MemorySpace memory_space_of<P> = P::memory_space;
 
 /// The parameter type of a store.
 template <ParamStore S>

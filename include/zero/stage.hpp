@@ -14,6 +14,9 @@ namespace zero {
 ///  3. `S::shards_values`, only together with the gradients.
 template <class S>
 concept StagePolicy = std::copyable<S> && requires {
+  typename std::bool_constant<S::shards_state>;
+  typename std::bool_constant<S::shards_gradients>;
+  typename std::bool_constant<S::shards_values>;
   requires std::bool_constant<S::shards_state>::value ||
                !std::bool_constant<S::shards_gradients>::value;
   requires std::bool_constant<S::shards_gradients>::value ||

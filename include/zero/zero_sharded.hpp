@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -246,36 +247,37 @@ class ZeroSharded {
 
   /// The groups' options. They may be changed between steps (the same on all ranks), so any
   /// schedule works; they are checked at the next step.
-  [[nodiscard]] std::span<Opt> groups() noexcept { return engine_->groups(); }
+  [[nodiscard]] std::span<Opt> groups() noexcept { return engine_->state().groups; }
   /// Throws `UsageError` for a group that doesn't exist.
   [[nodiscard]] Opt& group(std::size_t g) {
-    if (g >= engine_->groups().size()) {
+    if (g >= engine_->state().groups.size()) {
       throw UsageError("group: there is no group " + std::to_string(g) + "; there are " +
-                       std::to_string(engine_->groups().size()));
+                       std::to_string(engine_->state().groups.size()));
     }
-    return engine_->groups()[g];
+    return engine_->state().groups[g];
   }
 
   /// How many steps have been applied.
-  [[nodiscard]] std::int64_t steps() const noexcept { return engine_->steps(); }
+  [[nodiscard]] std::int64_t steps() const noexcept { return engine_->state().step_number; }
   /// How often parameter i has been stepped: not in steps in which it was absent on all ranks.
   [[nodiscard]] std::int64_t steps(std::size_t i) const {
     engine_->require(i, "steps");
-    return engine_->steps(i);
+    return engine_->state().step_counts[engine_->state().parameters[i].leader];
   }
 
   /// Where everything lies and who owns it.
-  [[nodiscard]] const Layout<Partition>& layout() const noexcept { return engine_->layout(); }
+  [[nodiscard]] const Layout<Partition>& layout() const noexcept { return *engine_->state().layout; }
 
   /// This rank's optimizer state of element type `T`, in the order of its shard. The spans stay
   /// valid as long as the optimizer, their contents until the next step.
   template <Element T = first_element>
   [[nodiscard]] std::vector<StateSlice<T>> state() const {
-    const auto& lane = engine_->template lane<detail::lane_of<T, typename Engine::elements>::value>();
+    const auto& lane =
+        std::get<detail::lane_of<T, typename Engine::elements>::value>(engine_->state().lanes);
     std::vector<StateSlice<T>> slices;
     const auto add = [&](const Fragment& f, std::size_t begin) {
-      for (std::size_t s = 0; s < engine_->slots_allocated(); ++s) {
-        slices.push_back({engine_->parameters()[f.parameter].name, Opt::slots[s],
+      for (std::size_t s = 0; s < engine_->state().slots_allocated; ++s) {
+        slices.push_back({engine_->state().parameters[f.parameter].name, Opt::slots[s],
                           {f.parameter_begin, f.parameter_begin + f.elements},
                           lane.state[s].span().subspan(begin, f.elements)});
       }
@@ -291,7 +293,7 @@ class ZeroSharded {
 
   [[nodiscard]] MemoryReport memory() const {
     MemoryReport report;
-    engine_->for_each_lane([&](const auto& lane) {
+    engine_->state().for_each_lane([&](const auto& lane) {
       for (const auto& slot : lane.state) report.state += slot.bytes();
       if (lane.arena) report.values += lane.arena->bytes();
       report.gradients += lane.reduced.bytes();
@@ -300,7 +302,7 @@ class ZeroSharded {
     return report;
   }
 
-  [[nodiscard]] Observe& observer() noexcept { return engine_->observer(); }
+  [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }
 
  private:
   std::unique_ptr<Engine> engine_;

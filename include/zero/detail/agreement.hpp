@@ -71,7 +71,8 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
       refuse(r, "its optimizer has another type; use the same element types and policies");
     }
     if (all[r].settings != all[0].settings) {
-      refuse(r, "its bucket size, settings or number of groups are others");
+      refuse(r, "its bucket size, settings, number of groups or their state (momentum, amsgrad) "
+                "are others; give all ranks the same");
     }
     differ = differ || all[r].parameters != all[0].parameters || all[r].count != all[0].count;
     compared = std::min(compared, all[r].count);
@@ -106,6 +107,17 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
                     " are the same");
     }
   }
+}
+
+/// The same on all ranks, given what each of them said.
+inline void require_agreement_to_step(int rank, const char* text, std::uint64_t options,
+                                      std::uint64_t options_of_rank_0) {
+  if (*text == '\0') {
+    if (options == options_of_rank_0) return;
+    text = "its groups' options differ from rank 0's; set the same on all ranks";
+  }
+  throw UsageError("rank " + std::to_string(rank) +
+                   " refused the step, so no rank took it and nothing has changed: " + text);
 }
 
 }  // namespace zero::detail

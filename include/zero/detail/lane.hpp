@@ -60,17 +60,17 @@ struct HostLane {
   }
 };
 
-/// Elements that are summed and scaled in cache before the rule reads them.
+/// Elements that are summed and scaled in cache.
 inline constexpr std::size_t sum_chunk = 2048;
 
 /// `out = (sum of sources in rank order) * scale`; a null source counts as zeros.
 template <Element T>
 void scaled_sum(std::span<const T* const> sources, std::size_t offset, std::size_t count,
                 arithmetic_t<T> scale, T* out, std::vector<const T*>& scratch) {
-  alignas(64) static constexpr T zeros[sum_chunk] = {};
+  alignas(64) static constexpr T no_gradient[sum_chunk] = {};
   scratch.resize(sources.size());
   for (std::size_t r = 0; r < sources.size(); ++r) {
-    scratch[r] = sources[r] == nullptr ? zeros : sources[r] + offset;
+    scratch[r] = sources[r] == nullptr ? no_gradient : sources[r] + offset;
   }
   sum_in_rank_order<T>(scratch, count, out);
   if (scale == arithmetic_t<T>(1)) return;
@@ -81,37 +81,17 @@ void scaled_sum(std::span<const T* const> sources, std::size_t offset, std::size
   for (; i < count; ++i) out[i] = out[i] * scale;
 }
 
-/// Gradients of one fragment: one pointer a rank (null: absent there), summed on the fly.
-template <Element T>
-struct GradientSum {
-  std::span<const T* const> sources;
-  arithmetic_t<T> scale;
-};
-
-/// Steps one fragment: sums its gradient chunk by chunk and runs the rule over it.
+/// Steps one fragment.
 /// @param state_begin where the fragment's slots start
 template <class Rule, class Scalars, Element T, std::size_t slots>
 void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<T, slots>& lane,
                      const Fragment& fragment, std::size_t state_begin,
                      const GradientSum<T>& gradient) {
-  const std::size_t used = used_slots(rule);
   UpdateArrays<T, slots> arrays{lane.values_at(fragment), nullptr, {}};
-  for (std::size_t s = 0; s < used; ++s) arrays.state[s] = lane.state[s].data() + state_begin;
-  if (gradient.sources.size() == 1 && gradient.scale == arithmetic_t<T>(1)) {
-    arrays.gradient = gradient.sources[0];
-    update_elements(rule, scalars, arrays, fragment.elements);
-    return;
+  for (std::size_t s = 0; s < used_slots(rule); ++s) {
+    arrays.state[s] = lane.state[s].data() + state_begin;
   }
-  alignas(64) T summed[sum_chunk];
-  arrays.gradient = summed;
-  for (std::size_t done = 0; done < fragment.elements; done += sum_chunk) {
-    const std::size_t count = std::min(sum_chunk, fragment.elements - done);
-    scaled_sum<T>(gradient.sources, done, count, gradient.scale, summed,
-                  lane.scratch);
-    update_elements(rule, scalars, arrays, count);
-    arrays.values += count;
-    for (std::size_t s = 0; s < used; ++s) arrays.state[s] += count;
-  }
+  update_elements(rule, scalars, arrays, gradient, fragment.elements);
 }
 
 }  // namespace zero::detail

@@ -5,13 +5,63 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <span>
 #include <type_traits>
 
+#include "zero/config.hpp"
 #include "zero/element.hpp"
 
+#if ZERO_SSE2
+#include <emmintrin.h>
+#endif
+
 namespace zero::detail {
+
+/// Where so many bytes or more are written in one go, stores go past the caches: what is written
+/// would push everything else out and be gone before anybody reads it, and memory need not be read
+/// before it is overwritten (measured: two threads copy 1.5 to 2 times as fast).
+inline constexpr std::size_t streamed_bytes = std::size_t{4} << 20;
+
+#if ZERO_SSE2
+
+/// Elements until `to` lies on 16 bytes, which streaming stores need.
+template <class T>
+std::size_t unaligned_elements(const T* to, std::size_t n) noexcept {
+  const std::size_t bytes = -reinterpret_cast<std::uintptr_t>(to) % 16;
+  return bytes % sizeof(T) == 0 ? std::min(n, bytes / sizeof(T)) : n;
+}
+
+/// `to = from` past the caches; they are disjoint.
+template <class T>
+void streamed_copy(const T* from, std::size_t n, T* to) noexcept {
+  const std::size_t head = unaligned_elements(to, n);
+  std::memcpy(to, from, head * sizeof(T));
+  const char* source = reinterpret_cast<const char*>(from + head);
+  char* target = reinterpret_cast<char*>(to + head);
+  std::size_t bytes = (n - head) * sizeof(T);
+  for (; bytes >= 64; bytes -= 64, source += 64, target += 64) {
+    const auto load = [&](int i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source) + i);
+    };
+    const __m128i x0 = load(0), x1 = load(1), x2 = load(2), x3 = load(3);
+    auto* const line = reinterpret_cast<__m128i*>(target);
+    _mm_stream_si128(line, x0), _mm_stream_si128(line + 1, x1);
+    _mm_stream_si128(line + 2, x2), _mm_stream_si128(line + 3, x3);
+  }
+  std::memcpy(target, source, bytes);
+  _mm_sfence();  // such stores are ordered with nothing else
+}
+
+#else
+
+template <class T>
+void streamed_copy(const T* from, std::size_t n, T* to) noexcept {
+  std::memcpy(to, from, n * sizeof(T));
+}
+
+#endif
 
 // Compiler vectors, since g++ at -O2 vectorises no loop whose arrays may alias. 16 bytes exist on
 // every supported target, and a sum of arrays in memory gains nothing from wider ones.
@@ -41,6 +91,34 @@ inline void store_vector(const V& vector, T* to) noexcept {
   std::memcpy(to, &vector, sizeof vector);
 }
 
+/// Whole blocks of `sum_in_rank_order`, stored by `store(vector, to)`; returns where it stopped.
+template <class V, class T, class Store>
+std::size_t sum_blocks(std::span<const T* const> sources, std::size_t i, std::size_t n, T* out,
+                       Store store) noexcept {
+  constexpr std::size_t w = sizeof(V) / sizeof(T);
+  constexpr std::size_t block = 8 * w;
+  // Every source of a block is read before the block is written: that's what lets `out` be one
+  // of the sources. Eight named sums stay in registers at -O2; an array of them would not.
+  for (; n - i >= block; i += block) {
+    const T* x = sources[0] + i;
+    V s0 = load_vector<V>(x), s1 = load_vector<V>(x + w);
+    V s2 = load_vector<V>(x + 2 * w), s3 = load_vector<V>(x + 3 * w);
+    V s4 = load_vector<V>(x + 4 * w), s5 = load_vector<V>(x + 5 * w);
+    V s6 = load_vector<V>(x + 6 * w), s7 = load_vector<V>(x + 7 * w);
+    for (std::size_t r = 1; r < sources.size(); ++r) {
+      x = sources[r] + i;
+      s0 += load_vector<V>(x), s1 += load_vector<V>(x + w);
+      s2 += load_vector<V>(x + 2 * w), s3 += load_vector<V>(x + 3 * w);
+      s4 += load_vector<V>(x + 4 * w), s5 += load_vector<V>(x + 5 * w);
+      s6 += load_vector<V>(x + 6 * w), s7 += load_vector<V>(x + 7 * w);
+    }
+    T* to = out + i;
+    store(s0, to), store(s1, to + w), store(s2, to + 2 * w), store(s3, to + 3 * w);
+    store(s4, to + 4 * w), store(s5, to + 5 * w), store(s6, to + 6 * w), store(s7, to + 7 * w);
+  }
+  return i;
+}
+
 /// `out[i] = ((sources[0][i] + sources[1][i]) + sources[2][i]) + …` in `arithmetic_t<T>`, rounded
 /// to `T` once. There is at least one source. `out` is disjoint from every source or is exactly
 /// one of them. The bits don't depend on `n`, on alignment, or on how a caller cuts a longer array.
@@ -48,36 +126,28 @@ template <Element T>
 void sum_in_rank_order(std::span<const T* const> sources, std::size_t n, T* out) noexcept {
   if constexpr (SumVector<T>::available && std::is_same_v<T, arithmetic_t<T>>) {
     using V = typename SumVector<T>::type;
-    constexpr std::size_t w = sizeof(V) / sizeof(T);
-    constexpr std::size_t block = 8 * w;
-    const std::size_t whole = n - n % block;
-    std::size_t i = 0;
-    // Every source of a block is read before the block is written: that's what lets `out` be one
-    // of the sources. Eight named sums stay in registers at -O2; an array of them would not.
-    for (; i < whole; i += block) {
-      const T* x = sources[0] + i;
-      V s0 = load_vector<V>(x), s1 = load_vector<V>(x + w);
-      V s2 = load_vector<V>(x + 2 * w), s3 = load_vector<V>(x + 3 * w);
-      V s4 = load_vector<V>(x + 4 * w), s5 = load_vector<V>(x + 5 * w);
-      V s6 = load_vector<V>(x + 6 * w), s7 = load_vector<V>(x + 7 * w);
-      for (std::size_t r = 1; r < sources.size(); ++r) {
-        x = sources[r] + i;
-        s0 += load_vector<V>(x), s1 += load_vector<V>(x + w);
-        s2 += load_vector<V>(x + 2 * w), s3 += load_vector<V>(x + 3 * w);
-        s4 += load_vector<V>(x + 4 * w), s5 += load_vector<V>(x + 5 * w);
-        s6 += load_vector<V>(x + 6 * w), s7 += load_vector<V>(x + 7 * w);
+    const auto sum_until = [&](std::size_t i, std::size_t end) {
+      for (; i < end; ++i) {
+        T sum = sources[0][i];
+        for (std::size_t r = 1; r < sources.size(); ++r) sum += sources[r][i];
+        out[i] = sum;
       }
-      T* to = out + i;
-      store_vector(s0, to), store_vector(s1, to + w);
-      store_vector(s2, to + 2 * w), store_vector(s3, to + 3 * w);
-      store_vector(s4, to + 4 * w), store_vector(s5, to + 5 * w);
-      store_vector(s6, to + 6 * w), store_vector(s7, to + 7 * w);
+    };
+    std::size_t done = 0;
+#if ZERO_SSE2
+    if (n * sizeof(T) >= streamed_bytes &&
+        std::find(sources.begin(), sources.end(), out) == sources.end()) {
+      done = unaligned_elements(out, n);
+      sum_until(0, done);
+      done = sum_blocks<V>(sources, done, n, out, [](const V& vector, T* to) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)vector);
+      });
+      _mm_sfence();
     }
-    for (; i < n; ++i) {
-      T sum = sources[0][i];
-      for (std::size_t r = 1; r < sources.size(); ++r) sum += sources[r][i];
-      out[i] = sum;
-    }
+#endif
+    done = sum_blocks<V>(sources, done, n, out,
+                         [](const V& vector, T* to) { store_vector(vector, to); });
+    sum_until(done, n);
   } else {
     using Traits = element_traits<T>;
     constexpr std::size_t block = 1024;

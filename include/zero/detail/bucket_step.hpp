@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// How ranks step that reach each other through collectives alone.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "zero/detail/agreement.hpp"
+#include "zero/detail/bucket_traffic.hpp"
+#include "zero/detail/lane.hpp"
+#include "zero/detail/store.hpp"
+#include "zero/error.hpp"
+#include "zero/layout.hpp"
+#include "zero/observer.hpp"
+#include "zero/settings.hpp"
+
+namespace zero::detail {
+
+/// What ranks that don't share memory tell each other in a step, followed by one bit a parameter:
+/// whether its gradient is there.
+struct StepMessage {
+  Text refusal;           ///< why the rank can't step, or empty
+  std::uint64_t options;  ///< fingerprint of all groups
+};
+
+/// A bucket of some lane, in the order in which all ranks send them.
+struct Launch {
+  std::size_t lane;
+  std::size_t bucket;
+  std::size_t last_parameter;
+};
+
+template <class List, class State>
+struct TrafficOf;
+template <class... T, class State>
+struct TrafficOf<TypeList<T...>, State> {
+  using type = std::tuple<std::optional<BucketTraffic<
+      T, typename State::communicator_type, typename State::Partition, State::slots>>...>;
+};
+
+/// Sends buckets in one fixed order, the same on all ranks, as soon as their gradients are there and
+/// their turn has come.
+template <class State>
+class BucketStep {
+ public:
+  explicit BucketStep(State& state) : state_(state) {
+    if (state.world() > 1) prepare_traffic();
+  }
+
+  /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
+  void complete(std::size_t leader) {
+    if (!reduces_buckets()) return;
+    const Interval buckets = state_.layout->buckets_of(leader);
+    auto& waiting = waiting_[state_.parameters[leader].lane];
+    for (std::size_t b = buckets.begin; b < buckets.end; ++b) --waiting[b];
+    while (next_launch_ < launches_.size()) {
+      const Launch& next = launches_[next_launch_];
+      if (waiting_[next.lane][next.bucket] > 0) return;
+      start_next_reduce();
+    }
+  }
+
+  /// Forgets what was marked; nothing may be on its way.
+  void forget() {
+    if (state_.world() > 1) expect_all();
+  }
+
+  /// Ends what was on its way, and frees its memory for the peers' part.
+  void give_up() {
+    for_each_lane_and_traffic([&](auto& lane, auto& traffic) { make_traffic(lane, traffic); });
+  }
+
+  [[nodiscard]] std::size_t staging_bytes() const {
+    std::size_t sum = 0;
+    std::apply([&](const auto&... t) { ((sum += t ? t->staging_bytes() : 0), ...); }, traffic_);
+    return sum;
+  }
+
+  /// Buckets go through the communicator: reductions were started as gradients became ready, each
+  /// bucket is updated once its sum is there, and gathered while the next is updated.
+  void step(const std::string& refusal, bool& updating) {
+    const bool reduces = reduces_buckets();
+    while (reduces && next_launch_ < launches_.size()) start_next_reduce();
+    try {
+      exchange_presence(refusal);
+    } catch (const UsageError&) {  // the same on all ranks
+      for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+      throw;
+    }
+    if (!reduces || launches_.empty()) state_.begin_update(updating);
+    std::array<std::size_t, State::lane_count> reduced{};
+    for (const Launch& launch : launches_) {
+      with_lane_and_traffic(launch.lane, [&]<class T>(HostLane<T, State::slots>& lane, auto& traffic) {
+        if (reduces) {
+          state_.observe(Phase::reduce, lane.index, launch.bucket,
+                  [&] { traffic.finish_reduces(++reduced[lane.index]); });
+          state_.begin_update(updating);
+          const std::size_t sum_begin = traffic.sum_begin(launch.bucket);
+          const std::size_t slot_begin = State::Stage::shards_state
+                                             ? sum_begin
+                                             : state_.layout->bucket(lane.index, launch.bucket).begin;
+          const auto scale = static_cast<arithmetic_t<T>>(state_.gradient_scale());
+          state_.update_bucket(lane, launch.bucket, [&](const Fragment&, std::size_t begin) {
+            lane.sources[0] = lane.reduced.data() + sum_begin + (begin - slot_begin);
+            return GradientSum<T>{{lane.sources.data(), 1}, scale};
+          });
+        } else {
+          state_.update_bucket(lane, launch.bucket, state_.own_gradient(lane));
+        }
+        if constexpr (State::Stage::shards_state) {
+          state_.observe(Phase::gather, lane.index, launch.bucket,
+                  [&] { traffic.start_gather(launch.bucket); });
+        }
+      });
+    }
+    for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+  }
+
+ private:
+  [[nodiscard]] bool reduces_buckets() {
+    return state_.world() > 1 && state_.settings.gradients == Gradients::local;
+  }
+
+  template <class F>
+  void for_each_lane_and_traffic(F&& f) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      (f(std::get<I>(state_.lanes), std::get<I>(traffic_)), ...);
+    }(std::make_index_sequence<State::lane_count>{});
+  }
+  template <class F>
+  void with_lane_and_traffic(std::size_t lane, F&& f) {
+    for_each_lane_and_traffic([&](auto& l, auto& traffic) {
+      if (l.index == lane) f(l, *traffic);
+    });
+  }
+
+  void start_next_reduce() {
+    const Launch& next = launches_[next_launch_++];
+    with_lane_and_traffic(next.lane,
+                          [&](auto&, auto& traffic) { traffic.start_reduce(next.bucket); });
+  }
+
+  /// Also ends what was on its way.
+  template <class Lane, class Traffic>
+  void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
+    traffic.emplace(lane, *state_.layout, state_.comm(), State::Stage::shards_state, state_.settings.poison_padding,
+                    state_.settings.memory);
+  }
+
+  void prepare_traffic() {
+    for_each_lane_and_traffic([&](auto& lane, auto& traffic) {
+      make_traffic(lane, traffic);
+      for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
+        std::size_t last = 0;
+        for (const Fragment& f : state_.layout->fragments(lane.index, state_.layout->bucket(lane.index, b))) {
+          last = std::max(last, f.parameter);
+        }
+        launches_.push_back({lane.index, b, last});
+      }
+      waiting_[lane.index].assign(state_.layout->buckets(lane.index), 0);
+    });
+    // Backward makes the last registered gradients first.
+    std::stable_sort(launches_.begin(), launches_.end(), [](const Launch& a, const Launch& b) {
+      if (a.last_parameter != b.last_parameter) return a.last_parameter > b.last_parameter;
+      return a.bucket > b.bucket;
+    });
+    message_.resize(sizeof(StepMessage) + (state_.parameters.size() + 7) / 8);
+    messages_.resize(message_.size() * static_cast<std::size_t>(state_.world()));
+    expect_all();
+  }
+
+  /// Sets each bucket to wait for all its parameters.
+  void expect_all() {
+    next_launch_ = 0;
+    for (auto& waiting : waiting_) std::fill(waiting.begin(), waiting.end(), 0);
+    for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
+      if (!state_.steps_alone(i)) continue;
+      const Interval buckets = state_.layout->buckets_of(i);
+      for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
+        ++waiting_[state_.parameters[i].lane][b];
+      }
+    }
+  }
+
+  /// Tells the others what this rank has, or why it refuses.
+  void exchange_presence(const std::string& refusal) {
+    const StepMessage mine{to_text(refusal), state_.options};
+    std::memcpy(message_.data(), &mine, sizeof mine);
+    std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
+    for (std::size_t i = 0; i < state_.present.size(); ++i) {
+      if (state_.present[i] != 0) message_[sizeof mine + i / 8] |= std::byte{1} << (i % 8);
+    }
+    state_.comm().exchange(std::span<const std::byte>(message_), std::span<std::byte>(messages_)).wait();
+    const auto from = [&](int r) {
+      return std::span<const std::byte>(messages_)
+          .subspan(static_cast<std::size_t>(r) * message_.size(), message_.size());
+    };
+    const auto head = [&](int r) {
+      StepMessage theirs;
+      std::memcpy(&theirs, from(r).data(), sizeof theirs);
+      return theirs;
+    };
+    const std::uint64_t options_of_rank_0 = head(0).options;
+    for (int r = 0; r < state_.world(); ++r) {
+      const StepMessage theirs = head(r);
+      require_agreement_to_step(r, theirs.refusal.data(), theirs.options, options_of_rank_0);
+    }
+    state_.agree_on_presence([&](std::size_t i) {
+      typename State::Presence presence{false, true};
+      for (int r = 0; r < state_.world(); ++r) {
+        const bool there =
+            (from(r)[sizeof(StepMessage) + i / 8] >> (i % 8) & std::byte{1}) != std::byte{0};
+        presence.somewhere = presence.somewhere || there;
+        presence.everywhere = presence.everywhere && there;
+      }
+      return presence;
+    });
+  }
+
+  State& state_;
+  std::vector<Launch> launches_{};
+  std::size_t next_launch_ = 0;
+  std::array<std::vector<std::size_t>, State::lane_count> waiting_{};  ///< parameters to come
+  std::vector<std::byte> message_{};
+  std::vector<std::byte> messages_{};
+  typename TrafficOf<typename State::elements, State>::type traffic_{};
+};
+
+}  // namespace zero::detail

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// expect: elements that are computed in as they are stored
+#include <zero/zero.hpp>
+
+#include <vector>
+
+struct Half {
+  unsigned short bits;
+};
+template <>
+struct zero::element_traits<Half> {
+  static constexpr ElementType type = ElementType::float32;
+  static constexpr const char* name = "half";
+  using arithmetic = float;
+  static float load(Half);
+  static Half store(float);
+};
+#ifdef ZERO_COMPILE_FAIL
+using Store = std::vector<zero::ParamRef<Half>>;
+#else
+using Store = std::vector<zero::ParamRef<float>>;
+#endif
+
+void construct(Store& store, zero::InProcessCommunicator& comm) {
+  zero::ZeroSharded optimizer{zero::Adam{}, store, comm};
+}
