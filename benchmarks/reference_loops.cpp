@@ -9,9 +9,9 @@
 
 // Wider registers where the processor has them.
 #if defined(__x86_64__) && defined(__linux__)
-#define WIDE __attribute__((noinline, target_clones("avx2", "default")))
+#define WIDE __attribute__((target_clones("avx2", "default")))
 #else
-#define WIDE __attribute__((noinline))
+#define WIDE
 #endif
 
 namespace bench {

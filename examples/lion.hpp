@@ -12,7 +12,9 @@ struct Lion {
   static constexpr std::array<std::string_view, 1> slots{"exp_avg"};
 
   template <class Real>
-  struct Scalars { Real lr, beta1, beta2, keep; };
+  struct Scalars {
+    Real lr, beta1, beta2, keep;
+  };
   template <class Real>
   ZERO_HOST_DEVICE Scalars<Real> scalars(std::int64_t) const {
     return {Real(lr), Real(beta1), Real(beta2), Real(1 - lr * weight_decay)};

@@ -70,6 +70,15 @@ namespace archetypes {
 
 // ---- Parameter
 
+struct Scalar {
+  float* value;
+  float* slope;
+  std::string_view name() const { return "scalar"; }
+  std::span<const std::size_t> shape() const { return {}; }
+  std::span<float> values() const { return {value, 1}; }
+  std::span<float> gradient() const { return {slope, 1}; }
+};
+
 /// Converts to `To`, once, and is nothing else.
 template <class To>
 struct ConvertsTo {
@@ -597,6 +606,12 @@ struct BarePrecision : NotFromNothing {
 };
 
 // ---- Observer
+
+struct BucketCounter {
+  std::size_t updated = 0;
+  void begin(const zero::Event&) {}
+  void end(const zero::Event& event) { updated += event.phase == zero::Phase::update; }
+};
 
 struct BareObserver : MoveOnly {
   using MoveOnly::MoveOnly;

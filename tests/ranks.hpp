@@ -97,10 +97,7 @@ class Tensor {
  public:
   Tensor(std::string name, std::vector<std::size_t> shape, zero::Attributes attributes = {},
          std::size_t group = 0)
-      : name_(std::move(name)),
-        shape_(std::move(shape)),
-        attributes_(attributes),
-        group_(group) {
+      : name_(std::move(name)), shape_(std::move(shape)), attributes_(attributes), group_(group) {
     std::size_t elements = 1;
     for (const std::size_t extent : shape_) elements *= extent;
     auto memory = std::make_shared<std::vector<T>>(elements);

@@ -48,16 +48,16 @@ constexpr std::size_t whole_units = 512;  // bytes of a bucket
 /// How a rank's training ended.
 struct End {
   Failure failure;
-  std::string before;        ///< the snapshot in front of the step that failed, or at the end
-  std::string after;         ///< the snapshot behind it
+  std::string before;  ///< the snapshot in front of the step that failed, or at the end
+  std::string after;   ///< the snapshot behind it
   int steps_done = 0;
   bool constructed = false;
-  Failure later_zero;        ///< what the verbs said afterwards
+  Failure later_zero;  ///< what the verbs said afterwards
   Failure later_mark;
   Failure later_absent;
   Failure later_gradient;
   Failure later_step;
-  double seconds = 0;        ///< from the first step on, or from construction
+  double seconds = 0;  ///< from the first step on, or from construction
 };
 
 /// Marks parameters as they come, then steps; after a failure asks every verb.
@@ -129,8 +129,7 @@ std::string ends_of(const std::vector<End>& ends) {
 void check_failed(const End& end, int rank) {
   INFO("rank " << rank << " after " << end.steps_done << " steps: " << end.failure.text);
   CHECK((end.failure.kind == Kind::communicator || end.failure.kind == Kind::usage));
-  CHECK_THAT(end.failure.text,
-             Catch::Matchers::ContainsSubstring("rank " + std::to_string(rank)));
+  CHECK_THAT(end.failure.text, Catch::Matchers::ContainsSubstring("rank " + std::to_string(rank)));
   if (end.failure.kind == Kind::communicator) {
     CHECK(end.failure.text.find(end.failure.operation) != std::string::npos);
     CHECK(!end.failure.operation.empty());
@@ -225,8 +224,8 @@ TEMPLATE_LIST_TEST_CASE("a rank hangs in an operation: its peers get a typed err
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("a delay beyond the timeout is an error, one below it is none",
-                        "[failure]", ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("a delay beyond the timeout is an error, one below it is none", "[failure]",
+                        ranks::MainWays) {
   using Way = TestType;
   std::vector<std::uint64_t> started;
   const std::string whole = ends_of(train_all<Way>({}, patient, &started));
@@ -265,8 +264,7 @@ TEMPLATE_LIST_TEST_CASE("a failure before the first update leaves a usable optim
   const std::uint64_t before = Way::shares ? (Way::stage::shards_state ? 1 : 2) : 5;
   for (std::uint64_t operation = 1; operation <= before; ++operation) {
     INFO("operation " << operation);
-    const auto ends =
-        train_all<Way>({.faults = {{FaultAction::fail, 1, operation}}}, patient);
+    const auto ends = train_all<Way>({.faults = {{FaultAction::fail, 1, operation}}}, patient);
     for (const End& end : ends) {
       CHECK(end.failure.kind == Kind::communicator);
       CHECK(end.steps_done == 0);
@@ -278,8 +276,7 @@ TEMPLATE_LIST_TEST_CASE("a failure before the first update leaves a usable optim
   std::vector<std::uint64_t> started;
   (void)train_all<Way>({}, patient, &started);
   if (Way::stage::shards_state) {
-    const auto ends =
-        train_all<Way>({.faults = {{FaultAction::fail, 1, started[1] - 1}}}, patient);
+    const auto ends = train_all<Way>({.faults = {{FaultAction::fail, 1, started[1] - 1}}}, patient);
     for (const End& end : ends) CHECK(end.steps_done == steps - 1);
     CHECK(ends[1].later_zero.kind == Kind::usage);
     CHECK((ends[1].after != ends[1].before));
@@ -299,8 +296,7 @@ void free_at_once(const Fault& fault, bool optimizer_first, std::size_t elements
         auto comm = Way::wrap(inner, {.faults = {fault}});
         Model<> model;
         model.emplace_back("all", std::vector<std::size_t>{elements});  // gradients go out in place
-        std::optional optimizer{
-            Way::optimizer(zero::AdamW{}, model, comm, {}, bucket_bytes)};
+        std::optional optimizer{Way::optimizer(zero::AdamW{}, model, comm, {}, bucket_bytes)};
         failures[static_cast<std::size_t>(rank)] = ranks::attempt([&] {
           for (int step = 0; step < 3; ++step) {
             optimizer->mark_ready(0);
@@ -363,10 +359,10 @@ TEMPLATE_LIST_TEST_CASE("a rank that throws or stays away before a step", "[fail
         CHECK(!thrown[r]);
         check_failed(ends[r], static_cast<int>(r));
         CHECK(ends[r].failure.kind == Kind::communicator);
-        CHECK(ends[r].failure.cause == (throws ? zero::CommunicatorFailure::rank_left
-                                               : zero::CommunicatorFailure::timeout));
-        CHECK_THAT(ends[r].failure.text, Catch::Matchers::ContainsSubstring(
-                                             throws ? "rank 1 left" : "have not come: 1"));
+        CHECK(ends[r].failure.cause ==
+              (throws ? zero::CommunicatorFailure::rank_left : zero::CommunicatorFailure::timeout));
+        CHECK_THAT(ends[r].failure.text,
+                   Catch::Matchers::ContainsSubstring(throws ? "rank 1 left" : "have not come: 1"));
         CHECK(ends[r].steps_done == std::max(culprit_steps, 0));
         CHECK(ends[r].seconds < 10);
         if (ends[r].constructed) CHECK(ends[r].later_zero.kind == Kind::none);  // nothing changed
@@ -507,7 +503,9 @@ TEMPLATE_LIST_TEST_CASE("the order of marks, and who marks, change no bit", "[fa
     for (std::size_t t = 0; t < 2; ++t) {
       markers.emplace_back([&optimizer, &order, t] {
         for (const std::size_t i : {order[t], order[t + 2]}) {
-          { const auto lease = optimizer.gradient(i); }
+          {
+            const auto lease = optimizer.gradient(i);
+          }
           optimizer.mark_ready(i);
         }
       });

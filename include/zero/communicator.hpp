@@ -98,11 +98,11 @@ concept AllToAll = requires(C& comm, std::span<const T> input, std::span<T> outp
 
 /// As `all_to_all`; `send_counts[s]` elements go to rank s, `receive_counts[s]` come from it.
 template <class C, class T>
-concept AllToAllV = requires(C& comm, std::span<const T> input,
-                             std::span<const std::size_t> send_counts, std::span<T> output,
-                             std::span<const std::size_t> receive_counts) {
-  { comm.all_to_all_v(input, send_counts, output, receive_counts) } -> Request;
-};
+concept AllToAllV =
+    requires(C& comm, std::span<const T> input, std::span<const std::size_t> send_counts,
+             std::span<T> output, std::span<const std::size_t> receive_counts) {
+      { comm.all_to_all_v(input, send_counts, output, receive_counts) } -> Request;
+    };
 
 /// Every rank's `data` becomes rank `root`'s.
 template <class C, class T>
@@ -145,11 +145,10 @@ concept Capable = requires {
 
 /// Everything that `ZeroSharded` asks of a communicator for parameters of element type `T`.
 template <class C, class T = float>
-concept Communicator =
-    Ranked<C> && Capable<C> && Element<T> && AllReduce<C, T> && ReduceScatter<C, T> &&
-    ReduceScatterV<C, T> && AllGather<C, T> && AllGatherV<C, T> && AllToAll<C, T> &&
-    AllToAllV<C, T> && Broadcast<C, T> && Barrier<C> && HostExchange<C> && Abortable<C> &&
-    Batching<C>;
+concept Communicator = Ranked<C> && Capable<C> && Element<T> && AllReduce<C, T> &&
+                       ReduceScatter<C, T> && ReduceScatterV<C, T> && AllGather<C, T> &&
+                       AllGatherV<C, T> && AllToAll<C, T> && AllToAllV<C, T> && Broadcast<C, T> &&
+                       Barrier<C> && HostExchange<C> && Abortable<C> && Batching<C>;
 
 /// One meeting of all ranks in one address space:
 ///  - `peers()` waits until all ranks have come and returns what each of them published, in rank

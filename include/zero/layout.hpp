@@ -111,9 +111,7 @@ class Layout {
 
   /// Elements of a lane including padding: the size of an arena that holds it. Of a foreign lane:
   /// the size of the caller's buffer, frozen parameters included.
-  [[nodiscard]] constexpr std::size_t extent(std::size_t lane) const {
-    return lanes_.at(lane).end;
-  }
+  [[nodiscard]] constexpr std::size_t extent(std::size_t lane) const { return lanes_.at(lane).end; }
   /// Elements of a lane that belong to parameters.
   [[nodiscard]] constexpr std::size_t elements(std::size_t lane) const {
     return lanes_.at(lane).elements;
@@ -291,7 +289,8 @@ class Layout {
       places_.back().tied = p.attributes.alias.has_value();
     }
     const std::vector<int> owners = assign(added, first);
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) add_to_lane(lane, added, first, owners);
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+      add_to_lane(lane, added, first, owners);
     for (std::size_t i = 0; i < added.size(); ++i) {  // aliases of what was just placed
       const auto& target = added[i].attributes.alias;
       if (target) places_[first + i].offset = places_[*target].offset;
@@ -391,7 +390,8 @@ class Layout {
       segment.bucket_count =
           (offset - segment.begin + lane.bucket_elements - 1) / lane.bucket_elements;
     } else {
-      if (lane.foreign) throw UsageError("layout: whole tensors can't be reordered in a flat store");
+      if (lane.foreign)
+        throw UsageError("layout: whole tensors can't be reordered in a flat store");
       segment.constrained = true;
       for (std::size_t from = 0; from < run.size();) {
         std::size_t to = from;
@@ -431,9 +431,9 @@ class Layout {
   }
 
   static constexpr const Segment& segment_of_bucket(const Lane& lane, std::size_t bucket) {
-    const auto after = std::upper_bound(
-        lane.segments.begin(), lane.segments.end(), bucket,
-        [](std::size_t b, const Segment& s) { return b < s.first_bucket; });
+    const auto after =
+        std::upper_bound(lane.segments.begin(), lane.segments.end(), bucket,
+                         [](std::size_t b, const Segment& s) { return b < s.first_bucket; });
     if (after == lane.segments.begin() || bucket >= std::prev(after)->end_bucket()) {
       throw UsageError("layout: bucket " + std::to_string(bucket) + " does not exist");
     }
@@ -450,9 +450,8 @@ class Layout {
 
   /// The first entry that ends behind `at`.
   static constexpr std::size_t entry_after(const Lane& lane, std::size_t at) {
-    const auto found =
-        std::partition_point(lane.entries.begin(), lane.entries.end(),
-                             [&](const Entry& entry) { return entry.end() <= at; });
+    const auto found = std::partition_point(lane.entries.begin(), lane.entries.end(),
+                                            [&](const Entry& entry) { return entry.end() <= at; });
     return static_cast<std::size_t>(found - lane.entries.begin());
   }
 
@@ -476,8 +475,7 @@ class Layout {
                                           std::size_t bucket, int rank) const {
     if constexpr (CuttingPartition<Partition>) {
       const Interval raw = raw_bucket(lane, segment, bucket);
-      const std::size_t at =
-          raw.begin + partition_.cut(raw.size(), lane.alignment, world_, rank);
+      const std::size_t at = raw.begin + partition_.cut(raw.size(), lane.alignment, world_, rank);
       const bool at_segment_end = at == segment.begin || at == segment.padded_end;
       return segment.constrained && !at_segment_end ? allowed(lane, at) : at;
     } else {
@@ -485,10 +483,10 @@ class Layout {
       const std::size_t last = bucket + 1 < lane.bucket_entries.size()
                                    ? lane.bucket_entries[bucket + 1]
                                    : lane.entries.size();
-      const auto owned = std::partition_point(
-          lane.entries.begin() + static_cast<std::ptrdiff_t>(first),
-          lane.entries.begin() + static_cast<std::ptrdiff_t>(last),
-          [&](const Entry& entry) { return entry.owner < rank; });
+      const auto owned =
+          std::partition_point(lane.entries.begin() + static_cast<std::ptrdiff_t>(first),
+                               lane.entries.begin() + static_cast<std::ptrdiff_t>(last),
+                               [&](const Entry& entry) { return entry.owner < rank; });
       const auto index = static_cast<std::size_t>(owned - lane.entries.begin());
       if (index < last) return lane.entries[index].offset;
       if (last < lane.entries.size()) return lane.entries[last].offset;
@@ -571,8 +569,8 @@ class Layout {
     constexpr FragmentRange(const Lane& lane, Interval interval)
         : lane_(&lane), interval_(interval) {}
     [[nodiscard]] constexpr FragmentIterator begin() const {
-      const std::size_t first = interval_.empty() ? lane_->entries.size()
-                                                  : entry_after(*lane_, interval_.begin);
+      const std::size_t first =
+          interval_.empty() ? lane_->entries.size() : entry_after(*lane_, interval_.begin);
       return {*lane_, first, interval_};
     }
     [[nodiscard]] constexpr std::default_sentinel_t end() const { return {}; }

@@ -71,8 +71,7 @@ class HostArray {
 
   HostArray() = default;
   /// Throws what `resource` throws (`std::bad_alloc`).
-  explicit HostArray(std::size_t count,
-                     std::pmr::memory_resource* resource = huge_page_resource())
+  explicit HostArray(std::size_t count, std::pmr::memory_resource* resource = huge_page_resource())
       : resource_(resource), count_(count) {
     if (count == 0) return;
     data_ = static_cast<T*>(resource_->allocate(count * sizeof(T), array_alignment));

@@ -28,6 +28,15 @@ struct Event {
 ///  1. `begin(event)` and `end(event)` are called on the thread that runs the step, in pairs.
 ///  2. They don't throw.
 /// With `NoObserver` no code is generated.
+///
+/// A minimal model:
+/// @code
+/// struct BucketCounter {
+///   std::size_t updated = 0;
+///   void begin(const zero::Event&) {}
+///   void end(const zero::Event& event) { updated += event.phase == zero::Phase::update; }
+/// };
+/// @endcode
 template <class O>
 concept Observer = std::movable<O> && requires(O& observer, const Event& event) {
   observer.begin(event);

@@ -92,8 +92,7 @@ struct AnyNumber;
 template <class O, class X, class T, std::size_t... I>
 consteval bool has_update(std::index_sequence<I...>) {
   return requires(const O& rule, std::int64_t t, X& value, const X& gradient) {
-    O::update(value, gradient, std::declval<SlotReference<X, I>>()...,
-              rule.template scalars<T>(t));
+    O::update(value, gradient, std::declval<SlotReference<X, I>>()..., rule.template scalars<T>(t));
   };
 }
 
@@ -101,29 +100,34 @@ consteval bool has_update(std::index_sequence<I...>) {
 
 /// An element-wise optimizer for arithmetic type `T`; see the top of this header.
 template <class O, class T = float>
-concept UpdateRule = std::copyable<O> && NamesSlots<O> &&
-                     detail::has_update<O, T, T>(detail::slot_indices<O>{}) &&
-                     detail::has_update<O, detail::AnyNumber<T>, T>(detail::slot_indices<O>{});
+concept UpdateRule =
+    std::copyable<O> && NamesSlots<O> && detail::has_update<O, T, T>(detail::slot_indices<O>{}) &&
+    detail::has_update<O, detail::AnyNumber<T>, T>(detail::slot_indices<O>{});
 
 /// An optimizer that sees complete tensors of `T` and may be cut nowhere.
 template <class O, class T = float>
-concept WholeTensorOptimizer =
-    std::copyable<O> && NamesSlots<O> &&
-    requires(const O& optimizer, TensorRef<T> tensor,
-             std::array<std::span<T>, detail::slot_count<O>> slots, std::int64_t t) {
-      optimizer.update(tensor, slots, t);
-    };
+concept WholeTensorOptimizer = std::copyable<O> && NamesSlots<O> &&
+                               requires(const O& optimizer, TensorRef<T> tensor,
+                                        std::array<std::span<T>, detail::slot_count<O>> slots,
+                                        std::int64_t t) { optimizer.update(tensor, slots, t); };
 
 /// Either kind; never both, so that it is clear how it may be cut.
 template <class O, class T = float>
 concept Optimizer = UpdateRule<O, T> != WholeTensorOptimizer<O, T>;
 
+namespace detail {
+
+template <class O>
+concept HasOptionalSlots = requires(const O& optimizer) {
+  { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
+};
+
+}  // namespace detail
+
 /// How many leading slots these options need.
 template <NamesSlots O>
 [[nodiscard]] constexpr std::size_t used_slots(const O& optimizer) {
-  if constexpr (requires {
-                  { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
-                }) {
+  if constexpr (detail::HasOptionalSlots<O>) {
     return optimizer.used_slots();
   } else {
     return detail::slot_count<O>;

@@ -55,13 +55,24 @@ concept ElementSpan = ElementSpans<V> && requires { typename V::element_type; };
 ///  2. `values()` is a `std::span<T>` of contiguous elements, or a `std::variant` of such spans.
 ///  3. `gradient()` is the same type; its span is empty where there is none this step. It is asked
 ///     for again in every step, so a framework may allocate gradients anew.
-///  4. optionally `group()` (a `std::size_t`, default 0) and `attributes()` (default `Attributes{}`).
+///  4. optionally `group()` (a `std::size_t`, default 0) and `attributes()` (default
+///  `Attributes{}`).
 ///  5. optionally `P::memory_space` (default `MemorySpace::host`).
 ///
 /// What the compiler can't see: different parameters' values don't overlap (tie them with
 /// `Attributes::alias`), and values stay where they are while an optimizer uses them.
 ///
-/// `zero::ParamRef` is the model for plain pointers.
+/// `zero::ParamRef` is the model for plain pointers. A minimal one:
+/// @code
+/// struct Scalar {
+///   float* value;
+///   float* slope;
+///   std::string_view name() const { return "scalar"; }
+///   std::span<const std::size_t> shape() const { return {}; }
+///   std::span<float> values() const { return {value, 1}; }
+///   std::span<float> gradient() const { return {slope, 1}; }
+/// };
+/// @endcode
 template <class P>
 concept Parameter = requires(const P& parameter) {
   { parameter.name() } -> std::convertible_to<std::string_view>;
@@ -74,10 +85,10 @@ concept Parameter = requires(const P& parameter) {
 /// makes it use `values`, which hold the same numbers already and live as long as `owner` does. The
 /// parameter lets go of its old memory and keeps a copy of `owner` while it uses the new.
 template <class P>
-concept RebindableParameter = Parameter<P> && requires(P& parameter,
-                                                       std::shared_ptr<const void> owner) {
-  parameter.rebind(parameter.values(), std::move(owner));
-};
+concept RebindableParameter =
+    Parameter<P> && requires(P& parameter, std::shared_ptr<const void> owner) {
+      parameter.rebind(parameter.values(), std::move(owner));
+    };
 
 /// A sized random-access range of parameters. A `std::vector<ParamRef<float>>` is one, and so is
 /// any container transformed element by element into parameters.
@@ -152,8 +163,7 @@ ParamRef(std::string, R&, R&) -> ParamRef<std::ranges::range_value_t<R>>;
 template <class R>
 ParamRef(std::string, R&, R&, Attributes) -> ParamRef<std::ranges::range_value_t<R>>;
 template <class R>
-ParamRef(std::string, R&, R&, Attributes, std::size_t)
-    -> ParamRef<std::ranges::range_value_t<R>>;
+ParamRef(std::string, R&, R&, Attributes, std::size_t) -> ParamRef<std::ranges::range_value_t<R>>;
 
 static_assert(Parameter<ParamRef<float>> && ParamStore<std::vector<ParamRef<double>>>);
 

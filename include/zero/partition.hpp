@@ -32,11 +32,10 @@ namespace zero {
 /// };
 /// @endcode
 template <class P>
-concept CuttingPartition =
-    std::copyable<P> && requires(const P& policy, std::size_t n, int rank) {
-      requires std::bool_constant<P::cuts_tensors>::value;
-      { policy.cut(n, n, rank, rank) } -> std::same_as<std::size_t>;
-    };
+concept CuttingPartition = std::copyable<P> && requires(const P& policy, std::size_t n, int rank) {
+  requires std::bool_constant<P::cuts_tensors>::value;
+  { policy.cut(n, n, rank, rank) } -> std::same_as<std::size_t>;
+};
 
 /// Gives whole tensors to ranks: what a whole-tensor optimizer needs.
 ///

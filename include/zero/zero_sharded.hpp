@@ -37,8 +37,8 @@ namespace zero {
 
 /// What a step came to.
 struct Outcome {
-  bool applied = false;    ///< false: skipped, nothing has changed
-  std::int64_t step = 0;   ///< how many steps have been applied, this one included
+  bool applied = false;   ///< false: skipped, nothing has changed
+  std::int64_t step = 0;  ///< how many steps have been applied, this one included
 };
 
 /// A step that has been started. On the host it has also finished.
@@ -124,10 +124,9 @@ class GradientLease {
 /// @tparam Opt an `UpdateRule` for every element type of the store
 /// @tparam Store a `ParamStore`, or a reference to one
 /// @tparam Comm a `Communicator` for every element type of the store, or a reference to one
-template <class Opt, class Store = std::vector<ParamRef<float>>,
-          class Comm = InProcessCommunicator, class Partition = ContiguousPartition,
-          class BucketView = detail::DefaultView<Store>, class Stage = Stage1,
-          class Precision = NativePrecision, class Observe = NoObserver>
+template <class Opt, class Store = std::vector<ParamRef<float>>, class Comm = InProcessCommunicator,
+          class Partition = ContiguousPartition, class BucketView = detail::DefaultView<Store>,
+          class Stage = Stage1, class Precision = NativePrecision, class Observe = NoObserver>
 class ZeroSharded {
   using store_type = std::remove_reference_t<Store>;
   using comm_type = std::remove_reference_t<Comm>;
@@ -159,7 +158,8 @@ class ZeroSharded {
   static_assert(detail::supported_residency<BucketView>,
                 "zero: this version keeps values with the caller or in an arena, and gradients "
                 "with the caller; use zero::NoView or zero::ParamView");
-  static_assert(StagePolicy<Stage>, "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
+  static_assert(StagePolicy<Stage>,
+                "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
   static_assert(!detail::shards_gradients<Stage>,
                 "zero: this version shards the optimizer state only; use zero::Stage1");
   static_assert(detail::AllElements<store_type, detail::IsNative<Precision>>::value,
@@ -204,18 +204,20 @@ class ZeroSharded {
             std::move(groups.options), std::forward<Store>(store), std::forward<Comm>(comm),
             detail::pick<Partition>(policies...), detail::pick<BucketView>(policies...),
             detail::pick<Observe>(policies...), detail::pick<Settings>(policies...))) {
-    static_assert(((detail::families<P> == 1) && ...),
-                  "zero: an argument after the communicator is not a policy (partition, bucket "
-                  "view, stage, precision, observer) nor zero::Settings, or is two of them at once");
+    static_assert(
+        ((detail::families<P> == 1) && ...),
+        "zero: an argument after the communicator is not a policy (partition, bucket "
+        "view, stage, precision, observer) nor zero::Settings, or is two of them at once");
     static_assert(detail::one_of_each<P...>,
                   "zero: two policies of one kind, or two zero::Settings, were given; give at most "
                   "one of each");
-    static_assert(((detail::families<P> != 1 || detail::OneOf<P, Partition, BucketView, Stage,
-                                                              Precision, Observe, Settings>::value) &&
-                   ...) ||
-                      !detail::one_of_each<P...>,
-                  "zero: a policy that was given differs from this type's template argument of its "
-                  "kind; make them the same");
+    static_assert(
+        ((detail::families<P> != 1 ||
+          detail::OneOf<P, Partition, BucketView, Stage, Precision, Observe, Settings>::value) &&
+         ...) ||
+            !detail::one_of_each<P...>,
+        "zero: a policy that was given differs from this type's template argument of its "
+        "kind; make them the same");
     static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Observe>,
                   "zero: a policy type of this optimizer has no default; give one after the "
                   "communicator");
@@ -266,7 +268,9 @@ class ZeroSharded {
   }
 
   /// Where everything lies and who owns it.
-  [[nodiscard]] const Layout<Partition>& layout() const noexcept { return *engine_->state().layout; }
+  [[nodiscard]] const Layout<Partition>& layout() const noexcept {
+    return *engine_->state().layout;
+  }
 
   /// This rank's optimizer state of element type `T`, in the order of its shard. The spans stay
   /// valid as long as the optimizer, their contents until the next step.
@@ -277,7 +281,8 @@ class ZeroSharded {
     std::vector<StateSlice<T>> slices;
     const auto add = [&](const Fragment& f, std::size_t begin) {
       for (std::size_t s = 0; s < engine_->state().slots_allocated; ++s) {
-        slices.push_back({engine_->state().parameters[f.parameter].name, Opt::slots[s],
+        slices.push_back({engine_->state().parameters[f.parameter].name,
+                          Opt::slots[s],
                           {f.parameter_begin, f.parameter_begin + f.elements},
                           lane.state[s].span().subspan(begin, f.elements)});
       }

@@ -16,7 +16,8 @@ using oracle::Tensors;
 using Either = std::variant<std::span<float>, std::span<double>>;
 
 const std::vector<zero::Adam> groups{
-    {.lr = 0.1}, {.lr = 0.01, .beta1 = 0.8, .weight_decay = 0.1, .amsgrad = true, .maximize = true}};
+    {.lr = 0.1},
+    {.lr = 0.01, .beta1 = 0.8, .weight_decay = 0.1, .amsgrad = true, .maximize = true}};
 
 template <class Path, class Model, class View, class Stage>
 void check(std::uint32_t first_seed) {
@@ -41,7 +42,8 @@ TEST_CASE("Adam: same bits, collectives only, two lanes in ParamView") {
   check<CollectivesOnly, Tensors<Tensor, Either>, zero::ParamView, zero::Stage1>(4000);
 }
 TEST_CASE("Adam: same bits, collectives only, replicated in ParamView") {
-  check<CollectivesOnly, Tensors<Tensor, std::span<float>>, zero::ParamView, zero::Replicated>(5000);
+  check<CollectivesOnly, Tensors<Tensor, std::span<float>>, zero::ParamView, zero::Replicated>(
+      5000);
 }
 TEST_CASE("Adam: same bits, collectives only, flat buffer") {
   check<CollectivesOnly, Flat<float>, zero::NoView, zero::Stage1>(6000);

@@ -21,8 +21,8 @@ TEST_CASE("Lion: same bits, shared memory") {
                 zero::ParamView, zero::Stage1, Lion>(20000, {{.lr = 0.01, .weight_decay = 0.1}});
 }
 TEST_CASE("Lion: same bits, collectives only") {
-  oracle::check<CollectivesOnly, Tensors<FixedTensor, std::span<double>>,
-                zero::ContiguousPartition, zero::NoView, zero::Stage1, Lion>(21000, {{}});
+  oracle::check<CollectivesOnly, Tensors<FixedTensor, std::span<double>>, zero::ContiguousPartition,
+                zero::NoView, zero::Stage1, Lion>(21000, {{}});
 }
 TEST_CASE("AdamW: same bits, shared memory") {
   oracle::check<SharedMemory, Tensors<FixedTensor, std::span<float>>, zero::ContiguousPartition,

@@ -68,8 +68,8 @@ struct Case {
   [[nodiscard]] bool present(int rank, int step, std::size_t i) const {
     if (number<double>(7000, static_cast<std::size_t>(step), i, 0) < -0.82) return false;
     if (settings.gradients == zero::Gradients::reduced) return true;
-    return number<double>(8000, static_cast<std::size_t>(step), i,
-                          static_cast<std::size_t>(rank)) > -0.67;
+    return number<double>(8000, static_cast<std::size_t>(step), i, static_cast<std::size_t>(rank)) >
+           -0.67;
   }
 };
 
@@ -174,8 +174,8 @@ void step_whole(const Case& c, const Opt& rule, std::int64_t t, int step, std::s
     }
     gradient[e] = sum * scale;
   }
-  zero::detail::UpdateArrays<T, zero::detail::slot_count<Opt>> arrays{values.data(),
-                                                                      gradient.data(), {}};
+  zero::detail::UpdateArrays<T, zero::detail::slot_count<Opt>> arrays{
+      values.data(), gradient.data(), {}};
   for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = slots[s].data();
   zero::detail::update_elements(rule, rule.template scalars<T>(t), arrays, values.size());
 }
@@ -264,8 +264,8 @@ std::vector<T> initial_values(const Case& c, std::size_t i) {
 /// Stores of tensors; the two-lane ones are typed at run time.
 template <template <class> class TensorOf, class Span>
 struct Tensors {
-  static constexpr bool mixed = !std::is_same_v<Span, std::span<float>> &&
-                                !std::is_same_v<Span, std::span<double>>;
+  static constexpr bool mixed =
+      !std::is_same_v<Span, std::span<float>> && !std::is_same_v<Span, std::span<double>>;
   std::vector<TensorOf<Span>> tensors;
 
   Tensors(const Case& c, int) {
@@ -317,8 +317,8 @@ struct Flat {
   static std::vector<typename zero::FlatParams<T>::Entry> entries(const Case& c) {
     std::vector<typename zero::FlatParams<T>::Entry> entries;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
-      entries.push_back({name_of(i), c.shapes[i].extents, c.shapes[i].attributes,
-                         c.shapes[i].group});
+      entries.push_back(
+          {name_of(i), c.shapes[i].extents, c.shapes[i].attributes, c.shapes[i].group});
     }
     return entries;
   }
@@ -386,13 +386,13 @@ struct CollectivesOnly {
 /// Runs the drawn case and names the first difference from the serial run; "" if there is none.
 template <class Path, class Model, class Partition, class View, class Stage, class Opt>
 std::string run(Case c, const std::vector<Opt>& groups) {
-  const bool flat = zero::FlatParamStore<std::remove_reference_t<
-      decltype(std::declval<Model&>().store())>>;
+  const bool flat =
+      zero::FlatParamStore<std::remove_reference_t<decltype(std::declval<Model&>().store())>>;
   if (flat && c.settings.gradients == zero::Gradients::reduced) c.settings.gradients = {};
   Result want;
   want.steps.resize(c.shapes.size());
-  using Span = zero::detail::values_t<zero::parameter_t<std::remove_reference_t<
-      decltype(std::declval<Model&>().store())>>>;
+  using Span = zero::detail::values_t<
+      zero::parameter_t<std::remove_reference_t<decltype(std::declval<Model&>().store())>>>;
   if constexpr (Model::mixed) {
     run_serial_lane<float>(c, groups, false, want);
     run_serial_lane<double>(c, groups, false, want);
@@ -407,8 +407,8 @@ std::string run(Case c, const std::vector<Opt>& groups) {
     Model model(c, comm.rank());
     View view;
     view.bucket_bytes = c.bucket_bytes;
-    zero::ZeroSharded optimizer{zero::Groups<Opt>(groups), model.store(), comm, Partition{},
-                                view,                      Stage{},       c.settings};
+    zero::ZeroSharded optimizer{
+        zero::Groups<Opt>(groups), model.store(), comm, Partition{}, view, Stage{}, c.settings};
     for (int step = 0; step < c.steps; ++step) {
       model.backward(c, comm.rank(), step);
       if (step > 0) mark(optimizer, c, comm.rank(), step);

@@ -57,8 +57,8 @@ TEST_CASE("Sgd: same bits, collectives only, replicated flat buffer") {
                 zero::Replicated>(11000, groups);
 }
 TEST_CASE("Sgd: same bits, shared memory, whole tensors") {
-  oracle::check<SharedMemory, Tensors<FixedTensor, Either>, RoundRobin, zero::NoView,
-                zero::Stage1>(12000, groups);
+  oracle::check<SharedMemory, Tensors<FixedTensor, Either>, RoundRobin, zero::NoView, zero::Stage1>(
+      12000, groups);
 }
 TEST_CASE("Sgd: same bits, collectives only, whole tensors in ParamView") {
   oracle::check<CollectivesOnly, Tensors<Tensor, Either>, RoundRobin, zero::ParamView,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults in the agreement between ranks that other projects shipped, with their inputs and the right
-// values. DS is DeepSpeed, FS fairscale, LC llm.c, PT pytorch/pytorch.
+// Faults in the agreement between ranks that other projects shipped, with their inputs and the
+// right values. DS is DeepSpeed, FS fairscale, LC llm.c, PT pytorch/pytorch.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -82,8 +82,8 @@ Trained serial(const Model<>& shapes, const std::vector<Rule>& groups, int world
       if (!anywhere[i]) continue;
       for (float& x : sums[i]) x *= static_cast<float>(1.0 / world);
       const Rule& rule = groups[model[i].group()];
-      zero::detail::UpdateArrays<float, slot_count> arrays{trained.values[i].data(), sums[i].data(),
-                                                           {}};
+      zero::detail::UpdateArrays<float, slot_count> arrays{
+          trained.values[i].data(), sums[i].data(), {}};
       for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = state[i][s].data();
       zero::detail::update_elements(rule, rule.template scalars<float>(++trained.steps[i]), arrays,
                                     trained.values[i].size());
@@ -121,8 +121,7 @@ Ended train(const Model<>& shapes, const std::vector<Rule>& groups, int world, i
     }
     ranks::draw_values(model);
     auto comm = Way::wrap(inner);
-    auto optimizer =
-        Way::optimizer(zero::Groups<Rule>(groups), model, comm, {}, 64, More(more)...);
+    auto optimizer = Way::optimizer(zero::Groups<Rule>(groups), model, comm, {}, 64, More(more)...);
     for (int step = 0; step < steps; ++step) {
       ranks::draw_gradients(model, rank, step);
       for (const std::size_t i : order(rank, step)) {
@@ -205,9 +204,7 @@ Model<> make_model(const std::vector<std::size_t>& sizes, std::size_t groups = 1
 
 const std::vector<std::size_t> sizes{31, 3, 17, 1, 40, 11};
 
-constexpr auto registered = [](int, int) {
-  return std::vector<std::size_t>{0, 1, 2, 3, 4, 5};
-};
+constexpr auto registered = [](int, int) { return std::vector<std::size_t>{0, 1, 2, 3, 4, 5}; };
 
 TEMPLATE_LIST_TEST_CASE("DS #2343: gradients are ready in another order on one rank",
                         "[peer_faults]", ranks::AllWays) {
@@ -299,9 +296,8 @@ TEMPLATE_LIST_TEST_CASE("FS #380, #483: state is found under its own parameter's
     INFO("world " << world);
     // Groups {0, 2, 4} and {1, 3, 5}, all sizes different.
     const Model<> model = make_model(sizes, 2);
-    const std::vector<zero::Adam> adam{
-        zero::Adam{.lr = 0.05, .beta1 = 0.8},
-        zero::Adam{.lr = 0.01, .beta2 = 0.9, .weight_decay = 0.1}};
+    const std::vector<zero::Adam> adam{zero::Adam{.lr = 0.05, .beta1 = 0.8},
+                                       zero::Adam{.lr = 0.01, .beta2 = 0.9, .weight_decay = 0.1}};
     check_equal<Way>(train<Way>(model, adam, world, 3, always, registered),
                      serial(model, adam, world, 3));
     const std::vector<zero::Sgd> sgd{zero::Sgd{.lr = 0.1, .momentum = 0.9},
@@ -320,10 +316,10 @@ TEMPLATE_LIST_TEST_CASE("a gradient that is absent everywhere, and one that is o
                         "[peer_faults]", ranks::AllWays) {
   using Way = TestType;
   constexpr Present some = [](int rank, int step, std::size_t i) {
-    if (i == 2) return step != 1;             // nowhere in step 1: not stepped, count frozen
-    if (i == 4) return rank != 1;             // never on rank 1: zeros to the sum
-    if (i == 0) return rank == 2 && step > 0; // on one rank alone, and late
-    return i != 5;                            // never anywhere
+    if (i == 2) return step != 1;              // nowhere in step 1: not stepped, count frozen
+    if (i == 4) return rank != 1;              // never on rank 1: zeros to the sum
+    if (i == 0) return rank == 2 && step > 0;  // on one rank alone, and late
+    return i != 5;                             // never anywhere
   };
   const std::vector<zero::AdamW> rule{zero::AdamW{.lr = 0.05}};
   const Trained right = serial(make_model(sizes), rule, 3, 4, some);

@@ -57,7 +57,8 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
                        const Name& name) {
   const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
   const auto refuse = [](std::size_t rank, const std::string& what) {
-    throw UsageError("construction: rank " + std::to_string(rank) + " differs from rank 0: " + what);
+    throw UsageError("construction: rank " + std::to_string(rank) +
+                     " differs from rank 0: " + what);
   };
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].refusal[0] == '\0') continue;
@@ -71,8 +72,9 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
       refuse(r, "its optimizer has another type; use the same element types and policies");
     }
     if (all[r].settings != all[0].settings) {
-      refuse(r, "its bucket size, settings, number of groups or their state (momentum, amsgrad) "
-                "are others; give all ranks the same");
+      refuse(r,
+             "its bucket size, settings, number of groups or their state (momentum, amsgrad) "
+             "are others; give all ranks the same");
     }
     differ = differ || all[r].parameters != all[0].parameters || all[r].count != all[0].count;
     compared = std::min(compared, all[r].count);
@@ -92,11 +94,13 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
                       std::to_string(first.elements));
       }
       if (here.description != first.description) {
-        refuse(r, quoted_by_first(i) + " has another name, shape, element type, group or attribute");
+        refuse(r,
+               quoted_by_first(i) + " has another name, shape, element type, group or attribute");
       }
       if (here.values != first.values) {
-        refuse(r, quoted_by_first(i) + " has other initial values; start all ranks from the same (the same "
-                            "seed, or a broadcast from rank 0)");
+        refuse(r, quoted_by_first(i) +
+                      " has other initial values; start all ranks from the same (the same "
+                      "seed, or a broadcast from rank 0)");
       }
     }
   }

@@ -44,12 +44,12 @@ template <class List, class State>
 struct TrafficOf;
 template <class... T, class State>
 struct TrafficOf<TypeList<T...>, State> {
-  using type = std::tuple<std::optional<BucketTraffic<
-      T, typename State::communicator_type, typename State::Partition, State::slots>>...>;
+  using type = std::tuple<std::optional<BucketTraffic<T, typename State::communicator_type,
+                                                      typename State::Partition, State::slots>>...>;
 };
 
-/// Sends buckets in one fixed order, the same on all ranks, as soon as their gradients are there and
-/// their turn has come.
+/// Sends buckets in one fixed order, the same on all ranks, as soon as their gradients are there
+/// and their turn has come.
 template <class State>
 class BucketStep {
  public:
@@ -100,15 +100,16 @@ class BucketStep {
     if (!reduces || launches_.empty()) state_.begin_update(updating);
     std::array<std::size_t, State::lane_count> reduced{};
     for (const Launch& launch : launches_) {
-      with_lane_and_traffic(launch.lane, [&]<class T>(HostLane<T, State::slots>& lane, auto& traffic) {
+      with_lane_and_traffic(launch.lane, [&]<class T>(HostLane<T, State::slots>& lane,
+                                                      auto& traffic) {
         if (reduces) {
           state_.observe(Phase::reduce, lane.index, launch.bucket,
-                  [&] { traffic.finish_reduces(++reduced[lane.index]); });
+                         [&] { traffic.finish_reduces(++reduced[lane.index]); });
           state_.begin_update(updating);
           const std::size_t sum_begin = traffic.sum_begin(launch.bucket);
-          const std::size_t slot_begin = State::Stage::shards_state
-                                             ? sum_begin
-                                             : state_.layout->bucket(lane.index, launch.bucket).begin;
+          const std::size_t slot_begin =
+              State::Stage::shards_state ? sum_begin
+                                         : state_.layout->bucket(lane.index, launch.bucket).begin;
           const auto scale = static_cast<arithmetic_t<T>>(state_.gradient_scale());
           state_.update_bucket(lane, launch.bucket, [&](const Fragment&, std::size_t begin) {
             lane.sources[0] = lane.reduced.data() + sum_begin + (begin - slot_begin);
@@ -119,7 +120,7 @@ class BucketStep {
         }
         if constexpr (State::Stage::shards_state) {
           state_.observe(Phase::gather, lane.index, launch.bucket,
-                  [&] { traffic.start_gather(launch.bucket); });
+                         [&] { traffic.start_gather(launch.bucket); });
         }
       });
     }
@@ -153,8 +154,8 @@ class BucketStep {
   /// Also ends what was on its way.
   template <class Lane, class Traffic>
   void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
-    traffic.emplace(lane, *state_.layout, state_.comm(), State::Stage::shards_state, state_.settings.poison_padding,
-                    state_.settings.memory);
+    traffic.emplace(lane, *state_.layout, state_.comm(), State::Stage::shards_state,
+                    state_.settings.poison_padding, state_.settings.memory);
   }
 
   void prepare_traffic() {
@@ -162,7 +163,8 @@ class BucketStep {
       make_traffic(lane, traffic);
       for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
         std::size_t last = 0;
-        for (const Fragment& f : state_.layout->fragments(lane.index, state_.layout->bucket(lane.index, b))) {
+        for (const Fragment& f :
+             state_.layout->fragments(lane.index, state_.layout->bucket(lane.index, b))) {
           last = std::max(last, f.parameter);
         }
         launches_.push_back({lane.index, b, last});
@@ -200,10 +202,12 @@ class BucketStep {
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
       if (state_.present[i] != 0) message_[sizeof mine + i / 8] |= std::byte{1} << (i % 8);
     }
-    state_.comm().exchange(std::span<const std::byte>(message_), std::span<std::byte>(messages_)).wait();
+    state_.comm()
+        .exchange(std::span<const std::byte>(message_), std::span<std::byte>(messages_))
+        .wait();
     const auto from = [&](int r) {
-      return std::span<const std::byte>(messages_)
-          .subspan(static_cast<std::size_t>(r) * message_.size(), message_.size());
+      return std::span<const std::byte>(messages_).subspan(
+          static_cast<std::size_t>(r) * message_.size(), message_.size());
     };
     const auto head = [&](int r) {
       StepMessage theirs;

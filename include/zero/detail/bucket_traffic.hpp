@@ -89,9 +89,9 @@ class BucketTraffic {
           comm_->reduce_scatter(input, sums.first(mine.size()), ReduceOp::sum));
     } else {
       count_slices(bucket, flight);
-      flight.reduce_scatter_v.emplace(comm_->reduce_scatter_v(
-          input, sums.first(mine.size()), std::span<const std::size_t>(flight.counts),
-          ReduceOp::sum));
+      flight.reduce_scatter_v.emplace(
+          comm_->reduce_scatter_v(input, sums.first(mine.size()),
+                                  std::span<const std::size_t>(flight.counts), ReduceOp::sum));
     }
   }
 
@@ -106,8 +106,7 @@ class BucketTraffic {
     Flight& flight = take_off(Kind::gather, bucket);
     if (whole.empty()) return;
     const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
-    T* const target =
-        lane_->base != nullptr ? lane_->base + whole.begin : flight.buffer.data();
+    T* const target = lane_->base != nullptr ? lane_->base + whole.begin : flight.buffer.data();
     const std::span<T> output(target, whole.size());
     const std::span<T> input = output.subspan(mine.begin - whole.begin, mine.size());
     if (lane_->base == nullptr) {
@@ -123,8 +122,8 @@ class BucketTraffic {
       flight.all_gather.emplace(comm_->all_gather(std::span<const T>(input), output));
     } else {
       count_slices(bucket, flight);
-      flight.all_gather_v.emplace(comm_->all_gather_v(
-          std::span<const T>(input), output, std::span<const std::size_t>(flight.counts)));
+      flight.all_gather_v.emplace(comm_->all_gather_v(std::span<const T>(input), output,
+                                                      std::span<const std::size_t>(flight.counts)));
     }
   }
 
@@ -160,8 +159,7 @@ class BucketTraffic {
                                                                   ReduceOp::sum))>
         reduce_scatter_v;
     std::optional<decltype(std::declval<Comm&>().all_gather(In{}, Out{}))> all_gather;
-    std::optional<decltype(std::declval<Comm&>().all_gather_v(In{}, Out{}, Counts{}))>
-        all_gather_v;
+    std::optional<decltype(std::declval<Comm&>().all_gather_v(In{}, Out{}, Counts{}))> all_gather_v;
   };
 
   Flight& take_off(Kind kind, std::size_t bucket) {
@@ -189,7 +187,8 @@ class BucketTraffic {
   void unpack(const Flight& flight) {
     const Interval whole = layout_->bucket(lane_->index, flight.bucket);
     const Interval mine = layout_->slice(lane_->index, flight.bucket, comm_->rank());
-    for (const Interval others : {Interval{whole.begin, mine.begin}, Interval{mine.end, whole.end}}) {
+    for (const Interval others :
+         {Interval{whole.begin, mine.begin}, Interval{mine.end, whole.end}}) {
       for (const Fragment& f : layout_->fragments(lane_->index, others)) {
         std::memcpy(lane_->values_at(f), flight.buffer.data() + (f.lane_begin - whole.begin),
                     f.elements * sizeof(T));
@@ -226,8 +225,7 @@ class BucketTraffic {
 
   void count_slices(std::size_t bucket, Flight& flight) const {
     for (int r = 0; r < comm_->size(); ++r) {
-      flight.counts[static_cast<std::size_t>(r)] =
-          layout_->slice(lane_->index, bucket, r).size();
+      flight.counts[static_cast<std::size_t>(r)] = layout_->slice(lane_->index, bucket, r).size();
     }
   }
 

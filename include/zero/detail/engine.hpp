@@ -157,13 +157,15 @@ class Engine {
     if (!failure_.empty()) {
       throw UsageError("this optimizer failed in step " + std::to_string(state_.step_number) +
                        " with parameters half updated, and can't go on; reload a checkpoint into a "
-                       "new one. The failure: " + failure_);
+                       "new one. The failure: " +
+                       failure_);
     }
   }
   void require_trainable(std::size_t i, const char* verb) const {
     require(i, verb);
     if (state_.parameters[i].frozen) {
-      throw UsageError(std::string(verb) + ": " + state_.name_of(i) + " is frozen and has no gradient");
+      throw UsageError(std::string(verb) + ": " + state_.name_of(i) +
+                       " is frozen and has no gradient");
     }
   }
 
@@ -257,9 +259,8 @@ class Engine {
   void forget_round(bool applied) noexcept {
     marks_.reset(applied);
     std::fill(state_.present.begin(), state_.present.end(), std::uint8_t{0});
-    state_.for_each_lane([](auto& lane) {
-      std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr);
-    });
+    state_.for_each_lane(
+        [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
     way_.forget();
   }
 

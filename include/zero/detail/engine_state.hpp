@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// What one rank knows and keeps: parameters sorted into lanes, their state, and how a bucket of them
-/// is updated once its gradients are summed. How ranks reach each other is not known here.
+/// What one rank knows and keeps: parameters sorted into lanes, their state, and how a bucket of
+/// them is updated once its gradients are summed. How ranks reach each other is not known here.
 #pragma once
 
 #include <algorithm>
@@ -215,7 +215,8 @@ struct EngineState {
   void update_from_own_gradients() {
     for_each_lane([&](auto& lane) {
       const auto gradient = own_gradient(lane);
-      for (std::size_t b = 0; b < layout->buckets(lane.index); ++b) update_bucket(lane, b, gradient);
+      for (std::size_t b = 0; b < layout->buckets(lane.index); ++b)
+        update_bucket(lane, b, gradient);
     });
   }
 
@@ -233,7 +234,7 @@ struct EngineState {
   std::vector<std::int64_t> step_counts{};  ///< by leader: how often it was stepped
   std::vector<std::uint8_t> present{};      ///< by leader: whether this rank has its gradient
   std::vector<std::uint8_t> stepping{};     ///< by leader: whether this step updates it
-  std::string step_refusal{};                 ///< why this rank can't step; peers read it
+  std::string step_refusal{};               ///< why this rank can't step; peers read it
   std::uint64_t options = 0;                ///< fingerprint of the groups' options; peers read it
   Lanes lanes{};
 
@@ -276,7 +277,9 @@ struct EngineState {
     set.add(&scale, sizeof scale);
     mine.settings = set.value();
     Hash all;
-    all.add(seen.digests.data(), seen.digests.size() * sizeof(ParameterDigest));
+    if (!seen.digests.empty()) {
+      all.add(seen.digests.data(), seen.digests.size() * sizeof(ParameterDigest));
+    }
     mine.parameters = all.value();
     mine.count = seen.digests.size();
     mine.refusal = to_text(refusal);
@@ -299,9 +302,9 @@ struct EngineState {
       });
     }
     layout->for_each_owned(lane.index, rank(),
-                            [&](const Fragment& fragment, std::size_t bucket, std::size_t begin) {
-                              lane.owned.push_back({fragment, bucket, begin});
-                            });
+                           [&](const Fragment& fragment, std::size_t bucket, std::size_t begin) {
+                             lane.owned.push_back({fragment, bucket, begin});
+                           });
     lane.owned_begin.assign(layout->buckets(lane.index) + 1, 0);
     for (const OwnedFragment& owned : lane.owned) ++lane.owned_begin[owned.bucket + 1];
     std::partial_sum(lane.owned_begin.begin(), lane.owned_begin.end(), lane.owned_begin.begin());

@@ -29,7 +29,7 @@ class Hash {
       lane_[3] = mix(lane_[3], words[3], 0xa54ff53a5f1d36f1U);
     }
     std::uint64_t last[4] = {};
-    std::memcpy(last, from, bytes);
+    if (bytes != 0) std::memcpy(last, from, bytes);
     for (std::uint64_t word : last) add(word);
   }
 

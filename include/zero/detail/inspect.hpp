@@ -59,14 +59,14 @@ inline void refuse_overlaps(const std::vector<ParameterInfo>& parameters,
     const auto [early, late] = std::minmax(begin_end_index[k][2], begin_end_index[k - 1][2]);
     refuse_parameter(late, parameters[late].name,
                      "overlaps " + quoted(early, parameters[early].name) +
-                         " in memory; tie them with Attributes{.alias = " +
-                         std::to_string(early) + "}");
+                         " in memory; tie them with Attributes{.alias = " + std::to_string(early) +
+                         "}");
   }
 }
 
-/// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a shape
-/// that doesn't fit the values, null values, names that occur twice, memory shared without a tie.
-/// Fills `out` as it goes, so that names are known to whoever reports.
+/// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a
+/// shape that doesn't fit the values, null values, names that occur twice, memory shared without a
+/// tie. Fills `out` as it goes, so that names are known to whoever reports.
 template <ParamStore S>
 void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
   using Elements = store_elements<S>;
@@ -95,7 +95,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
     Hash description;
     description.add(info.name.data(), info.name.size());
     std::size_t shaped = 1;
-    for (const std::size_t extent : std::span<const std::size_t>(parameter.shape())) {
+    const auto& shape = parameter.shape();  // kept: it may be a container returned by value
+    for (const std::size_t extent : std::span<const std::size_t>(shape)) {
       shaped *= extent;
       description.add(extent);
     }
@@ -104,8 +105,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
       info.elements = values.size();
       if (shaped != values.size()) {
         refuse_parameter(i, info.name,
-                         "has " + std::to_string(values.size()) +
-                             " values, but its shape holds " + std::to_string(shaped));
+                         "has " + std::to_string(values.size()) + " values, but its shape holds " +
+                             std::to_string(shaped));
       }
       if (values.data() == nullptr && !values.empty()) {
         refuse_parameter(i, info.name, "has null values");
@@ -116,7 +117,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
       }
       if (hash_values && info.leader == i) {
         Hash hash;
-        hash.add(values.data(), values.size_bytes());
+        if (!values.empty()) hash.add(values.data(), values.size_bytes());
         out.digests[i].values = hash.value();
       }
     });

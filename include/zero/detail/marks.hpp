@@ -57,7 +57,8 @@ class Marks {
   /// Throws where a gradient is still leased.
   void require_no_lease() const {
     for (std::size_t i = 0; i < state_.size(); ++i) {
-      if (state_[i].leased) refuse("step", i, "is still leased; end the lease on its gradient first");
+      if (state_[i].leased)
+        refuse("step", i, "is still leased; end the lease on its gradient first");
     }
   }
 

@@ -39,9 +39,29 @@ struct VectorMask {
   typename VectorOf<MaskLane<T>, bytes>::type lanes;
 };
 
+#if ZERO_SSE2
+
+/// The roots of a 32-byte vector, in one instruction instead of two that take as long each. By
+/// reference, since how such vectors are returned depends on the instruction set.
+template <class T, class Vector>
+#if ZERO_AVX2_CLONES
+[[gnu::target("avx2")]]
+#endif
+inline void sqrt_avx(const Vector& x, Vector& root) {
+  if constexpr (std::is_same_v<T, float>) {
+    asm("vsqrtps {%1, %0|%0, %1}" : "=x"(root) : "x"(x));
+  } else {
+    asm("vsqrtpd {%1, %0|%0, %1}" : "=x"(root) : "x"(x));
+  }
+}
+
+#endif
+
 /// `bytes / sizeof(T)` numbers that are computed on together.
-template <class T, std::size_t bytes = 32>
+/// @tparam avx whether only functions that may use AVX compute on them: all functions, or clones
+template <class T, std::size_t bytes = 32, bool avx = (ZERO_SSE2 && !ZERO_AVX2_CLONES)>
 struct VectorPack {
+  using InAvx = VectorPack<T, bytes, true>;
   static constexpr std::size_t width = bytes / sizeof(T);
   using value_type = T;
   using Mask = VectorMask<T, bytes>;
@@ -109,11 +129,14 @@ struct VectorPack {
 
   [[gnu::always_inline]] friend VectorPack sqrt(const VectorPack& x) {
 #if ZERO_SSE2
-    // In 16-byte halves, which every x86-64 has; through registers, since a load that spans two
-    // recent stores stalls.
-    if constexpr (std::is_same_v<T, float>) {
-      const __m128 low =
-          _mm_sqrt_ps((__m128)__builtin_shufflevector(x.lanes, x.lanes, 0, 1, 2, 3));
+    // Without AVX in 16-byte halves, which every x86-64 has; through registers, since a load that
+    // spans two recent stores stalls.
+    if constexpr (avx) {
+      VectorPack root;
+      sqrt_avx<T>(x.lanes, root.lanes);
+      return root;
+    } else if constexpr (std::is_same_v<T, float>) {
+      const __m128 low = _mm_sqrt_ps((__m128)__builtin_shufflevector(x.lanes, x.lanes, 0, 1, 2, 3));
       const __m128 high =
           _mm_sqrt_ps((__m128)__builtin_shufflevector(x.lanes, x.lanes, 4, 5, 6, 7));
       return Vector(__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7));
@@ -168,11 +191,11 @@ struct ArrayPack {
     for (std::size_t i = 0; i < width; ++i) to[i] = lanes[i];
   }
 
-#define ZERO_PACK_OPERATOR(result, op)                                                        \
-  ZERO_HOST_DEVICE friend result operator op(const ArrayPack& a, const ArrayPack& b) {        \
-    result out;                                                                               \
-    for (std::size_t i = 0; i < width; ++i) out.lanes[i] = a.lanes[i] op b.lanes[i];          \
-    return out;                                                                               \
+#define ZERO_PACK_OPERATOR(result, op)                                                 \
+  ZERO_HOST_DEVICE friend result operator op(const ArrayPack& a, const ArrayPack& b) { \
+    result out;                                                                        \
+    for (std::size_t i = 0; i < width; ++i) out.lanes[i] = a.lanes[i] op b.lanes[i];   \
+    return out;                                                                        \
   }
   ZERO_PACK_OPERATOR(ArrayPack, +)
   ZERO_PACK_OPERATOR(ArrayPack, -)
@@ -194,7 +217,8 @@ struct ArrayPack {
   ZERO_HOST_DEVICE friend ArrayPack select(const Mask& mask, const ArrayPack& yes,
                                            const ArrayPack& no) {
     ArrayPack out;
-    for (std::size_t i = 0; i < width; ++i) out.lanes[i] = mask.lanes[i] ? yes.lanes[i] : no.lanes[i];
+    for (std::size_t i = 0; i < width; ++i)
+      out.lanes[i] = mask.lanes[i] ? yes.lanes[i] : no.lanes[i];
     return out;
   }
   ZERO_HOST_DEVICE friend ArrayPack sqrt(const ArrayPack& x) {

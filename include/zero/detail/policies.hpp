@@ -76,9 +76,9 @@ struct ObserverFamily {
 };
 
 template <class P>
-inline constexpr int families = int{PartitionFamily::has<P>} + int{BucketViewFamily::has<P>} +
-                                int{StageFamily::has<P>} + int{PrecisionFamily::has<P>} +
-                                int{ObserverFamily::has<P>} + int{std::same_as<P, Settings>};
+inline constexpr int families =
+    int{PartitionFamily::has<P>} + int{BucketViewFamily::has<P>} + int{StageFamily::has<P>} +
+    int{PrecisionFamily::has<P>} + int{ObserverFamily::has<P>} + int{std::same_as<P, Settings>};
 
 template <class Family, class Default, class... P>
 struct Choose {
@@ -118,8 +118,8 @@ template <class... P>
 inline constexpr bool one_of_each =
     (int{PartitionFamily::has<P>} + ... + 0) <= 1 &&
     (int{BucketViewFamily::has<P>} + ... + 0) <= 1 && (int{StageFamily::has<P>} + ... + 0) <= 1 &&
-    (int{PrecisionFamily::has<P>} + ... + 0) <= 1 &&
-    (int{ObserverFamily::has<P>} + ... + 0) <= 1 && (int{std::same_as<P, Settings>} + ... + 0) <= 1;
+    (int{PrecisionFamily::has<P>} + ... + 0) <= 1 && (int{ObserverFamily::has<P>} + ... + 0) <= 1 &&
+    (int{std::same_as<P, Settings>} + ... + 0) <= 1;
 
 /// Whether each of `Wanted...` is among `Given...` or can be made from nothing.
 template <class... Given>

@@ -59,7 +59,8 @@ class SharedMemoryStep {
       entered.wait();
       throw;
     }
-    if (State::Stage::shards_state || state_.settings.gradients == Gradients::reduced) state_.begin_update(updating);
+    if (State::Stage::shards_state || state_.settings.gradients == Gradients::reduced)
+      state_.begin_update(updating);
     if (state_.settings.gradients == Gradients::reduced) {
       state_.update_from_own_gradients();
     } else if constexpr (State::Stage::shards_state) {
@@ -158,8 +159,8 @@ class SharedMemoryStep {
               const Fragment& f = theirs.owned[o].fragment;
               if (state_.stepping[f.parameter] == 0) continue;
               lane.sources[0] = theirs.reduced.data() + theirs.owned[o].shard_begin;
-              update_fragment(state_.groups[state_.parameters[f.parameter].group], constants.of(f.parameter),
-                              lane, f, f.lane_begin,
+              update_fragment(state_.groups[state_.parameters[f.parameter].group],
+                              constants.of(f.parameter), lane, f, f.lane_begin,
                               GradientSum<T>{{lane.sources.data(), 1}, scale});
             }
           }

@@ -136,7 +136,7 @@ template <class Rule, std::size_t used, class X, class Scalars>
 [[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void update_packs_avx2(
     const UpdateArrays<typename X::value_type, slot_count<Rule>>& arrays,
     const GradientSum<typename X::value_type>& sum, const Scalars& scalars, std::size_t packs) {
-  update_packs_from_sum<Rule, used, X>(arrays, sum, scalars, packs);
+  update_packs_from_sum<Rule, used, typename X::InAvx>(arrays, sum, scalars, packs);
 }
 #endif
 
@@ -185,12 +185,16 @@ template <class Rule, class T, class Scalars, class X = Pack<T>>
 void update_elements(const Rule& rule, const Scalars& scalars,
                      const UpdateArrays<T, slot_count<Rule>>& arrays, const GradientSum<T>& sum,
                      std::size_t count) {
-  const std::size_t used = used_slots(rule);
-  // One loop for each number of used slots: an unused slot must not even be loaded.
-  [&]<std::size_t... I>(std::index_sequence<I...>) {
-    (void)((used == I ? (update_with<Rule, I, X>(arrays, sum, scalars, count), true) : false) ||
-           ...);
-  }(std::make_index_sequence<slot_count<Rule> + 1>{});
+  if constexpr (!HasOptionalSlots<Rule>) {
+    update_with<Rule, slot_count<Rule>, X>(arrays, sum, scalars, count);
+  } else {
+    // One loop for each number of used slots: an unused slot must not even be loaded.
+    const std::size_t used = used_slots(rule);
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      (void)((used == I ? (update_with<Rule, I, X>(arrays, sum, scalars, count), true) : false) ||
+             ...);
+    }(std::make_index_sequence<slot_count<Rule> + 1>{});
+  }
 }
 
 /// The same with `arrays.gradient` as it is.

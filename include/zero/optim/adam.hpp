@@ -34,8 +34,7 @@ struct BasicAdam {
   bool amsgrad = false;
   bool maximize = false;
 
-  static constexpr std::array<std::string_view, 3> slots{"exp_avg", "exp_avg_sq",
-                                                         "max_exp_avg_sq"};
+  static constexpr std::array<std::string_view, 3> slots{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return amsgrad ? 3 : 2; }
 
   /// Throws `UsageError` as PyTorch does for a negative or NaN number and a beta outside [0, 1).
