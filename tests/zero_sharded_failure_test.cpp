@@ -57,6 +57,8 @@ struct End {
   Failure later_absent;
   Failure later_gradient;
   Failure later_step;
+  Failure later_state;
+  Failure later_group;
   double seconds = 0;  ///< from the first step on, or from construction
 };
 
@@ -81,14 +83,22 @@ void train(Comm comm, End& end, Prepare prepare) {
       end.failure = ranks::failure_of(std::current_exception());
     }
     end.seconds = seconds();
-    end.after = ranks::snapshot(model, optimizer);
+    // A failed optimizer does not show its state.
+    const auto look = [&] {
+      std::string seen;
+      const Failure refused = ranks::attempt([&] { seen = ranks::snapshot(model, optimizer); });
+      return refused.kind == Kind::none ? seen : refused.text;
+    };
+    end.after = look();
     if (end.failure.kind != Kind::none) {
       end.later_zero = ranks::attempt([&] { optimizer.zero_grad(); });
       end.later_gradient = ranks::attempt([&] { (void)optimizer.gradient(0); });
       end.later_mark = ranks::attempt([&] { optimizer.mark_ready(3); });
       end.later_absent = ranks::attempt([&] { optimizer.mark_absent(2); });
       end.later_step = ranks::attempt([&] { optimizer.step(); });
-      if (ranks::snapshot(model, optimizer) != end.after) end.after += " and again";
+      end.later_state = ranks::attempt([&] { (void)optimizer.state(); });
+      end.later_group = ranks::attempt([&] { (void)optimizer.group(0); });
+      if (look() != end.after) end.after += " and again";
     }
   } catch (...) {
     end.failure = ranks::failure_of(std::current_exception());
@@ -136,8 +146,9 @@ void check_failed(const End& end, int rank) {
   }
   if (!end.constructed) return;
   if (end.later_zero.kind == Kind::usage) {  // failed: every verb says so
-    for (const Failure* later : {&end.later_zero, &end.later_gradient, &end.later_mark,
-                                 &end.later_absent, &end.later_step}) {
+    for (const Failure* later :
+         {&end.later_zero, &end.later_gradient, &end.later_mark, &end.later_absent, &end.later_step,
+          &end.later_state, &end.later_group}) {
       CHECK(later->kind == Kind::usage);
       CHECK_THAT(later->text, Catch::Matchers::ContainsSubstring("reload"));
       CHECK_THAT(later->text, Catch::Matchers::ContainsSubstring(end.failure.text));
@@ -150,6 +161,8 @@ void check_failed(const End& end, int rank) {
     CHECK((end.later_mark.kind == Kind::none || end.later_mark.kind == Kind::communicator));
     CHECK((end.later_absent.kind == Kind::none || end.later_absent.kind == Kind::communicator));
     CHECK(end.later_step.kind == Kind::communicator);
+    CHECK(end.later_state.kind == Kind::none);
+    CHECK(end.later_group.kind == Kind::none);
   }
 }
 

@@ -249,14 +249,15 @@ class ZeroSharded {
 
   /// The groups' options. They may be changed between steps (the same on all ranks), so any
   /// schedule works; they are checked at the next step.
-  [[nodiscard]] std::span<Opt> groups() noexcept { return engine_->state().groups; }
+  [[nodiscard]] std::span<Opt> groups() { return engine_->usable_state().groups; }
   /// Throws `UsageError` for a group that doesn't exist.
   [[nodiscard]] Opt& group(std::size_t g) {
-    if (g >= engine_->state().groups.size()) {
+    std::vector<Opt>& all = engine_->usable_state().groups;
+    if (g >= all.size()) {
       throw UsageError("group: there is no group " + std::to_string(g) + "; there are " +
-                       std::to_string(engine_->state().groups.size()));
+                       std::to_string(all.size()));
     }
-    return engine_->state().groups[g];
+    return all[g];
   }
 
   /// How many steps have been applied.
@@ -276,8 +277,8 @@ class ZeroSharded {
   /// valid as long as the optimizer, their contents until the next step.
   template <Element T = first_element>
   [[nodiscard]] std::vector<StateSlice<T>> state() const {
-    const auto& lane =
-        std::get<detail::lane_of<T, typename Engine::elements>::value>(engine_->state().lanes);
+    const auto& lane = std::get<detail::lane_of<T, typename Engine::elements>::value>(
+        engine_->usable_state().lanes);
     std::vector<StateSlice<T>> slices;
     const auto add = [&](const Fragment& f, std::size_t begin) {
       for (std::size_t s = 0; s < engine_->state().slots_allocated; ++s) {

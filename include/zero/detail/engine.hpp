@@ -144,6 +144,12 @@ class Engine {
   // Queries.
 
   [[nodiscard]] State& state() noexcept { return state_; }
+  /// The same, for what a failed optimizer must not show: half of its shards are a step ahead.
+  [[nodiscard]] State& usable_state() {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    return state_;
+  }
   [[nodiscard]] std::size_t staging_bytes() const { return way_.staging_bytes(); }
   void require(std::size_t i, const char* verb) const {
     if (i >= state_.parameters.size()) {
@@ -240,7 +246,7 @@ class Engine {
       }
       state_.options = options.value();
     } catch (const UsageError& error) {
-      return error.what();
+      return *error.what() == '\0' ? "a refusal without a text" : error.what();
     }
     return {};
   }
