@@ -15,6 +15,7 @@
 #include "zero/communicator.hpp"
 #include "zero/detail/in_process_world.hpp"
 #include "zero/detail/rank_order_sum.hpp"
+#include "zero/detail/streamed_copy.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 
@@ -126,7 +127,9 @@ const T* input_of(const InProcessOperation& operation) noexcept {
 
 template <class T>
 void copy_elements(const T* from, std::size_t count, T* to) noexcept {
-  if (count > 0 && from != to) std::memcpy(to, from, count * sizeof(T));
+  if (count == 0 || from == to) return;
+  if (count * sizeof(T) >= streamed_bytes) return streamed_copy(from, count, to);
+  std::memcpy(to, from, count * sizeof(T));
 }
 
 /// `out[i]` becomes the reduction of element `begin + i` of every rank's input. `out` is disjoint

@@ -12,6 +12,7 @@
 
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/streamed_copy.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
 #include "zero/observer.hpp"
@@ -111,6 +112,8 @@ class SharedMemoryStep {
   /// Copies every peer's slices, starting behind the own ones so that ranks read different peers.
   void gather_from(std::span<const void* const> published) {
     state_.for_each_lane([&]<class T>(HostLane<T, State::slots>& lane) {
+      // However small its fragments are: what counts is whether the caches hold them all.
+      const bool streams = state_.layout->extent(lane.index) * sizeof(T) >= streamed_bytes;
       for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
         state_.observe(Phase::gather, lane.index, b, [&] {
           for (std::size_t k = 1; k < published.size(); ++k) {
@@ -119,7 +122,11 @@ class SharedMemoryStep {
             for (std::size_t o = theirs.owned_begin[b]; o < theirs.owned_begin[b + 1]; ++o) {
               const Fragment& f = theirs.owned[o].fragment;
               if (state_.stepping[f.parameter] == 0) continue;
-              std::memcpy(lane.values_at(f), theirs.values_at(f), f.elements * sizeof(T));
+              if (streams) {
+                streamed_copy(theirs.values_at(f), f.elements, lane.values_at(f));
+              } else {
+                std::memcpy(lane.values_at(f), theirs.values_at(f), f.elements * sizeof(T));
+              }
             }
           }
         });
