@@ -5,8 +5,8 @@
 
 int main() {
   zero::run_ranks(4, [](zero::InProcessCommunicator& comm) {
-    std::vector<float> weights(1000, 1.0F);  // your model's memory, the same on every rank
-    std::vector<float> gradient(1000);
+    std::vector<float> weights(1024, 1.0F);  // your model's memory, the same on every rank
+    std::vector<float> gradient(1024);
     std::vector parameters{zero::ParamRef("weights", weights, gradient)};
 
     zero::ZeroSharded optimizer{zero::Adam{.lr = 1e-2}, parameters, comm};

@@ -38,6 +38,7 @@ Model<> make_model() {
   model.emplace_back("fixed", std::vector<std::size_t>{4}, zero::Attributes{.frozen = true});
   model.emplace_back("dense", std::vector<std::size_t>{13});
   model.emplace_back("tied", std::vector<std::size_t>{7, 5}, zero::Attributes{.alias = 0});
+  model.back().take_values(model[0].values());
   model.emplace_back("scale", std::vector<std::size_t>{});
   ranks::draw_values(model);
   return model;
@@ -186,6 +187,13 @@ TEMPLATE_LIST_TEST_CASE("construction refuses a store that can't be used", "[mis
     check_spoiled<Way>(alias(4, 35), {"parameter 6 ('a')", "alias names an alias"});
     check_spoiled<Way>(alias(1, 4), {"parameter 6 ('a')", "count"});
     check_spoiled<Way>(alias(1, 3, true), {"parameter 6 ('a')", "frozen"});
+  }
+  if constexpr (Way::view::values == zero::Residency::caller) {
+    SECTION("a tied parameter that shows other memory, which nobody would step") {
+      std::vector<float> elsewhere(35);
+      check_spoiled<Way>([&](Model<>& model) { model[4].take_values(elsewhere); },
+                         {"parameter 4 ('tied')", "tied to parameter 0 ('embed')", "other memory"});
+    }
   }
   SECTION("a name so long that the message is cut") {
     check_spoiled<Way>(

@@ -13,7 +13,8 @@ struct Attributes {
   /// Never stepped and never communicated; costs no optimizer state.
   bool frozen = false;
   /// Tied to the parameter at this earlier index of the store: one set of values, one gradient (the
-  /// sum of both uses), one set of slots. The alias's own spans are not read.
+  /// sum of both uses), one set of slots. Both show the same memory for their values, unless the
+  /// view moves them; the alias's gradient is not read.
   std::optional<std::size_t> alias = std::nullopt;
   /// Owned by one rank as a whole, whatever the partition.
   bool unsplittable = false;

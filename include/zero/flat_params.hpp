@@ -29,7 +29,8 @@ class FlatParams {
   };
 
   /// Throws `UsageError` where the entries' sizes don't add up to the buffer's, or the two buffers
-  /// differ in size. @param gradient may be empty: no gradients yet
+  /// differ in size. A tied entry takes no room: it lies where the one it is tied to lies.
+  /// @param gradient may be empty: no gradients yet
   FlatParams(std::span<T> values, std::span<T> gradient, const std::vector<Entry>& entries)
       : values_(values), gradient_(gradient) {
     if (!gradient.empty() && gradient.size() != values.size()) {
@@ -38,6 +39,13 @@ class FlatParams {
     }
     std::size_t offset = 0;
     for (const Entry& entry : entries) {
+      const auto& tied = entry.attributes.alias;
+      if (tied && *tied < parameters_.size()) {
+        const ParamRef<T> first = parameters_[*tied];
+        parameters_.emplace_back(entry.name, entry.shape, first.values().data(),
+                                 first.gradient().data(), entry.attributes, entry.group);
+        continue;
+      }
       std::size_t elements = 1;
       for (const std::size_t extent : entry.shape) elements *= extent;
       if (elements > values.size() - offset) {

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "zero/config.hpp"
 #include "zero/detail/pack.hpp"
@@ -36,16 +37,17 @@ ZERO_HOST_DEVICE inline X sqrt(const X& x) {
   return sqrt(x);
 }
 
-/// The larger of two; NaN if either is NaN (as PyTorch's `maximum`).
+/// The larger of two, the second of which may be a rule's scalar; NaN if either is NaN (as
+/// PyTorch's `maximum`).
 template <class X>
-ZERO_HOST_DEVICE inline X maximum(const X& a, const X& b) {
+ZERO_HOST_DEVICE inline X maximum(const X& a, const std::type_identity_t<X>& b) {
   const X larger = select(a < b, b, a);
   return select(b != b, b, larger);
 }
 
 /// The smaller of two; NaN if either is NaN.
 template <class X>
-ZERO_HOST_DEVICE inline X minimum(const X& a, const X& b) {
+ZERO_HOST_DEVICE inline X minimum(const X& a, const std::type_identity_t<X>& b) {
   const X smaller = select(a > b, b, a);
   return select(b != b, b, smaller);
 }

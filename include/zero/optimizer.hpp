@@ -19,7 +19,8 @@
 ///     type and t = 1, 2, … the parameter's own step count. Compute it in `double`.
 ///  5. `static update(X& value, const X& gradient, X& slot…, const Scalars& s)` is generic in X:
 ///     a number (on a device) or a pack of numbers (on the host), so it uses + - * / and the
-///     functions of math.hpp, and branches only on `s`, never on an X.
+///     functions of math.hpp, and branches only on `s`, never on an X: where an X decides, write
+///     `zero::select(x > X(0), yes, no)`. Functions of the user's that it calls must be inline.
 ///  6. What it computes for an element depends on that element and `s` alone: neither on where the
 ///     element lies nor on earlier calls. Slots beyond `used_slots()` are not touched.
 ///

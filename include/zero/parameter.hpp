@@ -101,7 +101,7 @@ concept ParamStore = std::ranges::random_access_range<S> && std::ranges::sized_r
 ///
 ///  1. `flat_values()` and `flat_gradient()` are spans of the type that parameters' `values()` are.
 ///  2. parameter i's values start in `flat_values()` at the sum of the sizes before it, frozen ones
-///     included, and its gradient likewise.
+///     included and tied ones not, and its gradient likewise.
 template <class S>
 concept FlatParamStore = ParamStore<S> && requires(S& store) {
   { store.flat_values() } -> detail::ElementSpan;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// The whole library but what needs other packages: include this.
+/// What a user of the library needs, without any other package: include this. Beyond it stands
+/// `zero/comm/fault_injector.hpp`, for tests of what is built on communicators.
 #pragma once
 
 #include "zero/bucket_view/no_view.hpp"     // IWYU pragma: export

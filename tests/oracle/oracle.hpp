@@ -238,6 +238,11 @@ class Tensor {
     }
   }
   [[nodiscard]] Span memory() const { return memory_; }
+  /// The same memory under another name: a tied tensor.
+  void rename(std::string name, const Shape& shape) {
+    name_ = std::move(name);
+    shape_ = &shape;
+  }
 
  private:
   std::string name_;
@@ -270,6 +275,12 @@ struct Tensors {
 
   Tensors(const Case& c, int) {
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+      if (c.leader(i) != i) {
+        auto tied = tensors[c.leader(i)];
+        tied.rename(name_of(i), c.shapes[i]);
+        tensors.push_back(std::move(tied));
+        continue;
+      }
       const bool gradient = !c.shapes[i].attributes.frozen;
       if constexpr (mixed) {
         if (c.shapes[i].is_double) {
@@ -310,6 +321,7 @@ struct Flat {
   static std::vector<T> flatten(const Case& c) {
     std::vector<T> all;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+      if (c.leader(i) != i) continue;  // takes no room
       for (std::size_t e = 0; e < c.shapes[i].elements; ++e) all.push_back(c.initial<T>(i, e));
     }
     return all;
@@ -326,6 +338,7 @@ struct Flat {
   void backward(const Case& c, int rank, int step) {
     std::size_t at = 0;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+      if (c.leader(i) != i) continue;
       for (std::size_t e = 0; e < c.shapes[i].elements; ++e) {
         gradients[at++] = c.gradient<T>(rank, step, i, e);
       }

@@ -373,6 +373,7 @@ TEMPLATE_LIST_TEST_CASE("a tied parameter's gradient counts where one of its use
   ranks::rethrow_any(ranks::run(2, [&](zero::InProcessCommunicator inner) {
     Model<> model = make_model({4});
     model.emplace_back("again", std::vector<std::size_t>{4}, zero::Attributes{.alias = 0});
+    model.back().take_values(model[0].values());
     auto comm = Way::wrap(inner);
     auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
     optimizer.mark_absent(0);

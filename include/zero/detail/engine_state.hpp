@@ -85,6 +85,7 @@ struct EngineState {
       for (const Opt& group : groups) validate(group);
       inspect(store(), groups.size(), settings.check_values, seen);
       make_layout(seen, partition);
+      if (View::values == Residency::caller) refuse_separate_ties(store(), seen.parameters);
     } catch (const UsageError& error) {
       if (world() == 1) throw;
       refusal = error.what();
@@ -250,6 +251,7 @@ struct EngineState {
       const auto buffer = store().flat_values();
       std::size_t offset = 0;
       for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+        if (seen.parameters[i].leader != i) continue;  // a tied one takes no room
         visit_span(parameter_at(store(), i).values(), [&](auto values) {
           if (!values.empty() && values.data() != buffer.data() + offset) {
             refuse_parameter(i, seen.parameters[i].name,

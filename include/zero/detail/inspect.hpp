@@ -50,6 +50,24 @@ decltype(auto) parameter_at(S& store, std::size_t i) {
   return std::ranges::begin(store)[static_cast<std::ranges::range_difference_t<S>>(i)];
 }
 
+/// Refuses ties without shared memory. Only where values stay with the caller; elsewhere tied
+/// parameters are moved to one place.
+template <ParamStore S>
+void refuse_separate_ties(S& store, const std::vector<ParameterInfo>& parameters) {
+  const auto memory = [&](std::size_t i) {
+    return visit_span(parameter_at(store, i).values(),
+                      [](auto values) { return static_cast<const void*>(values.data()); });
+  };
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const std::size_t leader = parameters[i].leader;
+    if (leader == i || parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
+    refuse_parameter(i, parameters[i].name,
+                     "is tied to " + quoted(leader, parameters[leader].name) +
+                         " but shows other memory, which nobody would step; let both show the "
+                         "same, or use a view that moves them");
+  }
+}
+
 /// Refuses parameters whose values share memory without being tied.
 inline void refuse_overlaps(const std::vector<ParameterInfo>& parameters,
                             std::vector<std::array<std::uintptr_t, 3>>& begin_end_index) {

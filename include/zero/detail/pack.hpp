@@ -102,6 +102,10 @@ struct VectorPack {
     return a.lanes / b.lanes;
   }
   [[gnu::always_inline]] friend VectorPack operator-(const VectorPack& a) { return -a.lanes; }
+  [[gnu::always_inline]] VectorPack& operator+=(const VectorPack& b) { return *this = *this + b; }
+  [[gnu::always_inline]] VectorPack& operator-=(const VectorPack& b) { return *this = *this - b; }
+  [[gnu::always_inline]] VectorPack& operator*=(const VectorPack& b) { return *this = *this * b; }
+  [[gnu::always_inline]] VectorPack& operator/=(const VectorPack& b) { return *this = *this / b; }
 
   [[gnu::always_inline]] friend Mask operator<(const VectorPack& a, const VectorPack& b) {
     return {a.lanes < b.lanes};
@@ -209,6 +213,10 @@ struct ArrayPack {
   ZERO_PACK_OPERATOR(Mask, !=)
 #undef ZERO_PACK_OPERATOR
 
+  ZERO_HOST_DEVICE ArrayPack& operator+=(const ArrayPack& b) { return *this = *this + b; }
+  ZERO_HOST_DEVICE ArrayPack& operator-=(const ArrayPack& b) { return *this = *this - b; }
+  ZERO_HOST_DEVICE ArrayPack& operator*=(const ArrayPack& b) { return *this = *this * b; }
+  ZERO_HOST_DEVICE ArrayPack& operator/=(const ArrayPack& b) { return *this = *this / b; }
   ZERO_HOST_DEVICE friend ArrayPack operator-(const ArrayPack& a) {
     ArrayPack out;
     for (std::size_t i = 0; i < width; ++i) out.lanes[i] = -a.lanes[i];
