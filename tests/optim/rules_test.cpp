@@ -594,3 +594,55 @@ TEST_CASE("math: power is as good as its last bit") {
   CHECK(zero::power(-2, 2) == 4);
   CHECK(std::isnan(zero::power(nan_value, 2)));
 }
+
+namespace {
+
+/// As a user would write it: compound assignment, and a scalar where a number of the element's
+/// kind is meant.
+struct Compound {
+  double lr = 0.1;
+  static constexpr std::array<std::string_view, 1> slots{"largest"};
+  template <class Real>
+  struct Scalars {
+    Real lr, floor;
+  };
+  template <class Real>
+  ZERO_HOST_DEVICE Scalars<Real> scalars(std::int64_t) const {
+    return {static_cast<Real>(lr), static_cast<Real>(-0.5)};
+  }
+  template <class X, class Real>
+  ZERO_HOST_DEVICE static void update(X& value, const X& gradient, X& largest,
+                                      const Scalars<Real>& s) {
+    largest = zero::maximum(largest, zero::abs(gradient));
+    X step = gradient;
+    step *= s.lr;
+    step /= largest;
+    value -= step;
+    value += zero::select(value > X(0), step, X(0));
+    value = zero::maximum(value, s.floor);
+    value = zero::minimum(value, X(2));
+  }
+};
+static_assert(zero::UpdateRule<Compound, float> && zero::UpdateRule<Compound, double>);
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("a rule may use compound assignment and scalars", "", float, double) {
+  using T = TestType;
+  std::vector<T> values, gradients, largest;
+  for (int i = 0; i < 37; ++i) {
+    values.push_back(static_cast<T>(i % 7) / 3 - 1);
+    gradients.push_back(static_cast<T>(i % 11) / 5 - 1);
+    largest.push_back(static_cast<T>(i % 3) / 4 + T(0.125));
+  }
+  std::vector<T> expected = values, expected_largest = largest;
+  const Compound rule;
+  const auto scalars = rule.scalars<T>(1);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    Compound::update(expected[i], gradients[i], expected_largest[i], scalars);
+  }
+  zero::detail::UpdateArrays<T, 1> arrays{values.data(), gradients.data(), {largest.data()}};
+  zero::detail::update_elements(rule, scalars, arrays, values.size());
+  CHECK(values == expected);
+  CHECK(largest == expected_largest);
+}
