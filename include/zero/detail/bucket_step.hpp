@@ -172,7 +172,7 @@ class BucketStep {
       waiting_[lane.index].assign(state_.layout->buckets(lane.index), 0);
     });
     // Backward makes the last registered gradients first.
-    std::stable_sort(launches_.begin(), launches_.end(), [](const Launch& a, const Launch& b) {
+    std::sort(launches_.begin(), launches_.end(), [](const Launch& a, const Launch& b) {
       if (a.last_parameter != b.last_parameter) return a.last_parameter > b.last_parameter;
       return a.bucket > b.bucket;
     });
