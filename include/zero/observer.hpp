@@ -26,7 +26,7 @@ struct Event {
 
 /// Intent: traces, timings and counts without a cost where nobody looks.
 ///  1. `begin(event)` and `end(event)` are called on the thread that runs the step, in pairs.
-///  2. They don't throw.
+///  2. They don't throw, and call nothing of the optimizer that they observe.
 /// With `NoObserver` no code is generated.
 ///
 /// A minimal model:

@@ -119,7 +119,10 @@ class GradientLease {
 /// called from any thread; `step` must not run at the same time as another verb's use of the same
 /// gradients. Where a verb throws `UsageError`, nothing has changed. Where an operation between
 /// ranks fails, every rank gets a `CommunicatorError`; if a step had begun to update, the optimizer
-/// has failed for good, and every verb says so.
+/// has failed for good: whatever marks, leases, steps or shows state and options says so. (Between
+/// ranks that share memory one that is reading its peers' is waited for, beyond the timeout, so
+/// that memory may be freed once a verb has thrown.) A moved-from optimizer can only be destroyed
+/// or assigned to; leases end before their optimizer does.
 ///
 /// @tparam Opt an `UpdateRule` for every element type of the store
 /// @tparam Store a `ParamStore`, or a reference to one
@@ -261,11 +264,14 @@ class ZeroSharded {
   }
 
   /// How many steps have been applied.
-  [[nodiscard]] std::int64_t steps() const noexcept { return engine_->state().step_number; }
+  [[nodiscard]] std::int64_t steps() const {
+    return engine_->locked([](const auto& state) { return state.step_number; });
+  }
   /// How often parameter i has been stepped: not in steps in which it was absent on all ranks.
   [[nodiscard]] std::int64_t steps(std::size_t i) const {
     engine_->require(i, "steps");
-    return engine_->state().step_counts[engine_->state().parameters[i].leader];
+    return engine_->locked(
+        [i](const auto& state) { return state.step_counts[state.parameters[i].leader]; });
   }
 
   /// Where everything lies and who owns it.
@@ -298,14 +304,16 @@ class ZeroSharded {
   }
 
   [[nodiscard]] MemoryReport memory() const {
-    MemoryReport report;
-    engine_->state().for_each_lane([&](const auto& lane) {
-      for (const auto& slot : lane.state) report.state += slot.bytes();
-      if (lane.arena) report.values += lane.arena->bytes();
-      report.gradients += lane.reduced.bytes();
+    return engine_->locked([&](auto& state) {
+      MemoryReport report;
+      state.for_each_lane([&](const auto& lane) {
+        for (const auto& slot : lane.state) report.state += slot.bytes();
+        if (lane.arena) report.values += lane.arena->bytes();
+        report.gradients += lane.reduced.bytes();
+      });
+      report.staging = engine_->staging_bytes();
+      return report;
     });
-    report.staging = engine_->staging_bytes();
-    return report;
   }
 
   [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }

@@ -106,10 +106,10 @@ inline Case draw(std::uint32_t seed, std::size_t groups) {
     s.attributes.unit = static_cast<int>(i / pick(2, 6));
     c.shapes.push_back(s);
   }
-  if (count > 2 && pick(0, 2) == 0) {  // tie the last one to the first
-    Shape& last = c.shapes.back();
-    last = c.shapes.front();
-    last.attributes.alias = 0;
+  for (std::size_t i = 1; i < count; ++i) {  // tie some to the first
+    if (count < 3 || pick(0, 7) != 0) continue;
+    c.shapes[i] = c.shapes.front();
+    c.shapes[i].attributes.alias = 0;
   }
   return c;
 }

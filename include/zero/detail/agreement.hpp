@@ -8,11 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "zero/communicator.hpp"
+#include "zero/detail/hash.hpp"
 #include "zero/error.hpp"
 
 namespace zero::detail {
@@ -24,6 +26,11 @@ using Text = std::array<char, 240>;
   Text text{};
   std::memcpy(text.data(), from.data(), std::min(from.size(), text.size() - 1));
   return text;
+}
+
+/// What an exception says; never empty, for an empty text means that nothing is wrong.
+[[nodiscard]] inline std::string text_of(const std::exception& error) {
+  return *error.what() == '\0' ? "an exception without a text" : error.what();
 }
 
 /// One parameter as the ranks compare it.
@@ -39,7 +46,8 @@ struct Digest {
   std::uint64_t settings = 0;  ///< hash of bucket size, gradient mode and scale, groups
   std::uint64_t parameters = 0;
   std::uint64_t count = 0;
-  Text refusal{};  ///< why this rank can't be constructed; empty if it can
+  std::uint64_t address = 0;  ///< where it lies; not compared, but what makes it one of a kind
+  Text refusal{};             ///< why this rank can't be constructed; empty if it can
 };
 
 /// Every rank's `mine`, in rank order.
@@ -50,11 +58,17 @@ std::vector<T> exchange_all(C& comm, std::span<const T> mine) {
   return all;
 }
 
-/// Throws the same `UsageError` on all ranks where one refuses, or where they differ.
+/// The first part of what ranks that share memory show each other: looked at before anything else.
+struct EngineIdentity {
+  std::uint64_t identity = 0;  ///< the same on all ranks of one construction, and of no other
+};
+
+/// Throws the same `UsageError` on all ranks where one refuses, or where they differ. Returns the
+/// construction's identity.
 /// @param name gives a parameter's quoted name by index; rank 0's is what all ranks say
 template <HostExchange C, class Name>
-void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> parameters,
-                       const Name& name) {
+std::uint64_t require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> parameters,
+                                const Name& name) {
   const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
   const auto refuse = [](std::size_t rank, const std::string& what) {
     throw UsageError("construction: rank " + std::to_string(rank) +
@@ -79,7 +93,9 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
     differ = differ || all[r].parameters != all[0].parameters || all[r].count != all[0].count;
     compared = std::min(compared, all[r].count);
   }
-  if (!differ) return;
+  Hash addresses;
+  for (const Digest& digest : all) addresses.add(digest.address);
+  if (!differ) return addresses.value();
   const auto ranked = exchange_all(comm, parameters.first(compared));
   const auto quoted_by_first = [&](std::size_t i) {  // names may be what differs
     const Text text = to_text(name(i));
@@ -111,6 +127,15 @@ void require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> pa
                     " are the same");
     }
   }
+  return addresses.value();
+}
+
+/// Refuses where rank's optimizer is another than this one.
+inline void require_same_optimizer(int rank, std::uint64_t theirs, std::uint64_t ours) {
+  if (theirs == ours) return;
+  throw UsageError("step: rank " + std::to_string(rank) +
+                   " steps another optimizer of this communicator; step several in the same order "
+                   "on all ranks. Nothing has changed");
 }
 
 /// The same on all ranks, given what each of them said.

@@ -31,6 +31,7 @@ namespace zero::detail {
 struct StepMessage {
   Text refusal;           ///< why the rank can't step, or empty
   std::uint64_t options;  ///< fingerprint of all groups
+  std::uint64_t identity;
 };
 
 /// A bucket of some lane, in the order in which all ranks send them.
@@ -196,7 +197,7 @@ class BucketStep {
 
   /// Tells the others what this rank has, or why it refuses.
   void exchange_presence(const std::string& refusal) {
-    const StepMessage mine{to_text(refusal), state_.options};
+    const StepMessage mine{to_text(refusal), state_.options, state_.identity};
     std::memcpy(message_.data(), &mine, sizeof mine);
     std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
@@ -214,6 +215,9 @@ class BucketStep {
       std::memcpy(&theirs, from(r).data(), sizeof theirs);
       return theirs;
     };
+    for (int r = 0; r < state_.world(); ++r) {
+      require_same_optimizer(r, head(r).identity, state_.identity);
+    }
     const std::uint64_t options_of_rank_0 = head(0).options;
     for (int r = 0; r < state_.world(); ++r) {
       const StepMessage theirs = head(r);

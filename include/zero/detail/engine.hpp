@@ -29,18 +29,25 @@
 
 namespace zero::detail {
 
-/// What a rule makes of a few numbers: ranks whose options differ differ in it.
-template <class T, class Rule>
-std::uint64_t fingerprint(const Rule& rule) {
+/// What a rule makes of a few numbers, large, tiny and zero, in its first steps and in step `t`:
+/// ranks whose options differ differ in it.
+template <class Rule>
+std::uint64_t fingerprint(const Rule& rule, std::int64_t t) {
   Hash hash;
-  T value = T(0.7);
-  std::array<T, slot_count<Rule>> slots{};
-  std::int64_t t = 0;
-  for (const double gradient : {0.3, -0.2, 0.001}) {
-    [&]<std::size_t... I>(std::index_sequence<I...>) {
-      Rule::update(value, static_cast<T>(gradient), slots[I]..., rule.template scalars<T>(++t));
-    }(slot_indices<Rule>{});
-    hash.add(&value, sizeof value);
+  const auto add = [&](double number) { hash.add(&number, sizeof number); };
+  for (const double scale : {1.0, 1e-9, 0.0}) {
+    double value = 0.7;
+    std::array<double, slot_count<Rule>> slots{};
+    const auto update = [&](double gradient, std::int64_t step) {
+      [&]<std::size_t... I>(std::index_sequence<I...>) {
+        Rule::update(value, gradient * scale, slots[I]..., rule.template scalars<double>(step));
+      }(slot_indices<Rule>{});
+      add(value);
+    };
+    update(0.3, 1);
+    update(-0.2, 2);
+    update(0.001, t);
+    for (const double slot : slots) add(slot);
   }
   return hash.value();
 }
@@ -135,7 +142,7 @@ class Engine {
     require_usable();
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
-      visit_span(parameter_at(state_.store(), i).gradient(), [](auto memory) {
+      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
         std::fill(memory.begin(), memory.end(), typename decltype(memory)::value_type(0));
       });
     }
@@ -144,6 +151,12 @@ class Engine {
   // Queries.
 
   [[nodiscard]] State& state() noexcept { return state_; }
+  /// `f(state)` while no verb runs.
+  template <class F>
+  decltype(auto) locked(F&& f) {
+    const std::scoped_lock lock(mutex_);
+    return std::forward<F>(f)(state_);
+  }
   /// The same, for what a failed optimizer must not show: half of its shards are a step ahead.
   [[nodiscard]] State& usable_state() {
     const std::scoped_lock lock(mutex_);
@@ -179,7 +192,7 @@ class Engine {
   std::span<T> gradient_memory(std::size_t leader, const char* verb) {
     std::span<T> memory;
     bool right_type = false;
-    visit_span(parameter_at(state_.store(), leader).gradient(), [&](auto span) {
+    detail::visit_span(detail::parameter_at(state_.store(), leader).gradient(), [&](auto span) {
       if constexpr (std::is_same_v<decltype(span), std::span<T>>) {
         memory = span;
         right_type = true;
@@ -204,20 +217,22 @@ class Engine {
 
   /// Notes where a gradient lies; false where there is none.
   bool record_gradient(std::size_t leader, const char* verb) {
-    return visit_span(parameter_at(state_.store(), leader).gradient(), [&](auto span) {
-      using T = typename decltype(span)::value_type;
-      if (span.empty() && state_.parameters[leader].elements != 0) return false;
-      if (span.size() != state_.parameters[leader].elements) {
-        throw UsageError(std::string(verb) + ": " + gradient_size(leader, span.size()));
-      }
-      if (lane_of<T, elements>::value != state_.parameters[leader].lane) {
-        throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
-                         "'s gradient has another element type than its values; make them alike");
-      }
-      std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
-      state_.present[leader] = 1;
-      return true;
-    });
+    return detail::visit_span(
+        detail::parameter_at(state_.store(), leader).gradient(), [&](auto span) {
+          using T = typename decltype(span)::value_type;
+          if (span.empty() && state_.parameters[leader].elements != 0) return false;
+          if (span.size() != state_.parameters[leader].elements) {
+            throw UsageError(std::string(verb) + ": " + gradient_size(leader, span.size()));
+          }
+          if (lane_of<T, elements>::value != state_.parameters[leader].lane) {
+            throw UsageError(
+                std::string(verb) + ": " + state_.name_of(leader) +
+                "'s gradient has another element type than its values; make them alike");
+          }
+          std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
+          state_.present[leader] = 1;
+          return true;
+        });
   }
 
   /// Takes what was not marked as it lies in the caller's memory. Returns why this rank can't step,
@@ -227,13 +242,13 @@ class Engine {
       marks_.require_no_lease();
       for (std::size_t g = 0; g < state_.groups.size(); ++g) {
         try {
-          validate(state_.groups[g]);
+          zero::validate(state_.groups[g]);
         } catch (const UsageError& error) {
           throw UsageError("step: the options of group " + std::to_string(g) + ": " + error.what());
         }
-        if (used_slots(state_.groups[g]) > state_.slots_allocated) {
+        if (zero::used_slots(state_.groups[g]) > state_.slots_allocated) {
           throw UsageError("step: the options of group " + std::to_string(g) + " need the state '" +
-                           std::string(Opt::slots[used_slots(state_.groups[g]) - 1]) +
+                           std::string(Opt::slots[zero::used_slots(state_.groups[g]) - 1]) +
                            "', which was not asked for at construction; construct with it on");
         }
       }
@@ -242,11 +257,11 @@ class Engine {
       }
       Hash options;
       for (const Opt& group : state_.groups) {
-        options.add(fingerprint<arithmetic_t<typename first_of<elements>::type>>(group));
+        options.add(fingerprint(group, state_.step_number + 1));
       }
       state_.options = options.value();
     } catch (const UsageError& error) {
-      return *error.what() == '\0' ? "a refusal without a text" : error.what();
+      return text_of(error);
     }
     return {};
   }

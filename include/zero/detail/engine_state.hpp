@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -47,7 +48,7 @@ struct LanesOf<TypeList<T...>, slots> {
 
 template <class Opt, class Store, class Comm, class PartitionType, class View, class StageType,
           class Observe>
-struct EngineState {
+struct EngineState : EngineIdentity {
   using optimizer = Opt;
   using store_type = std::remove_reference_t<Store>;
   using communicator_type = std::remove_reference_t<Comm>;
@@ -78,26 +79,14 @@ struct EngineState {
         view(a_view),
         observer(std::move(an_observer)),
         settings(all_settings) {
-    std::string refusal;
-    Inspection seen;
     try {
-      if (groups.empty()) throw UsageError("construction: zero::Groups is empty");
-      for (const Opt& group : groups) validate(group);
-      inspect(store(), groups.size(), settings.check_values, seen);
-      make_layout(seen, partition);
-      if (View::values == Residency::caller) refuse_separate_ties(store(), seen.parameters);
-    } catch (const UsageError& error) {
-      if (world() == 1) throw;
-      refusal = error.what();
+      construct(partition);
+    } catch (const UsageError&) {  // the same on all ranks
+      throw;
+    } catch (const std::exception& error) {
+      if (world() > 1) comm().abort("a construction failed: " + std::string(error.what()));
+      throw;
     }
-    for (const Opt& group : groups) slots_allocated = std::max(slots_allocated, used_slots(group));
-    if (world() > 1) agree(seen, refusal);
-    parameters = std::move(seen.parameters);
-    step_counts.assign(parameters.size(), 0);
-    present.assign(parameters.size(), 0);
-    stepping.assign(parameters.size(), 0);
-    for_each_lane([&](auto& lane) { allocate(lane); });
-    if constexpr (View::values == Residency::arena) move_values();
   }
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
@@ -149,7 +138,10 @@ struct EngineState {
     if constexpr (std::is_same_v<Observe, NoObserver>) {
       body();
     } else {
-      const Event event{phase, lane, bucket, layout->slice(lane, bucket, rank()).size()};
+      const bool all = phase == Phase::update && !Stage::shards_state;
+      const Interval handled =
+          all ? layout->bucket(lane, bucket) : layout->slice(lane, bucket, rank());
+      const Event event{phase, lane, bucket, handled.size()};
       observer.begin(event);
       body();
       observer.end(event);
@@ -240,6 +232,36 @@ struct EngineState {
   Lanes lanes{};
 
  private:
+  void construct(const Partition& partition) {
+    std::string refusal;
+    Inspection seen;
+    try {
+      if (groups.empty()) throw UsageError("construction: zero::Groups is empty");
+      for (const Opt& group : groups) zero::validate(group);
+      const double scale = gradient_scale();
+      if (!(scale - scale == 0)) {
+        throw UsageError("construction: Settings::gradient_scale is " + std::to_string(scale) +
+                         "; it must be a finite number");
+      }
+      detail::inspect(store(), groups.size(), settings.check_values, seen);
+      make_layout(seen, partition);
+      if (View::values == Residency::caller) refuse_separate_ties(store(), seen.parameters);
+    } catch (const UsageError& error) {
+      if (world() == 1) throw;
+      refusal = text_of(error);
+    }
+    for (const Opt& group : groups) {
+      slots_allocated = std::max(slots_allocated, zero::used_slots(group));
+    }
+    if (world() > 1) agree(seen, refusal);
+    parameters = std::move(seen.parameters);
+    step_counts.assign(parameters.size(), 0);
+    present.assign(parameters.size(), 0);
+    stepping.assign(parameters.size(), 0);
+    for_each_lane([&](auto& lane) { allocate(lane); });
+    if constexpr (View::values == Residency::arena) move_values();
+  }
+
   void make_layout(const Inspection& seen, const Partition& partition) {
     std::vector<LayoutLane> of_lanes;
     for_each_lane([&]<class T>(HostLane<T, slots>& lane) {
@@ -252,7 +274,7 @@ struct EngineState {
       std::size_t offset = 0;
       for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
         if (seen.parameters[i].leader != i) continue;  // a tied one takes no room
-        visit_span(parameter_at(store(), i).values(), [&](auto values) {
+        detail::visit_span(detail::parameter_at(store(), i).values(), [&](auto values) {
           if (!values.empty() && values.data() != buffer.data() + offset) {
             refuse_parameter(i, seen.parameters[i].name,
                              "does not lie in the flat buffer where the parameters before it end");
@@ -284,9 +306,10 @@ struct EngineState {
     }
     mine.parameters = all.value();
     mine.count = seen.digests.size();
+    mine.address = reinterpret_cast<std::uintptr_t>(this);
     mine.refusal = to_text(refusal);
-    require_agreement(comm(), mine, seen.digests,
-                      [&](std::size_t i) { return quoted(i, seen.parameters[i].name); });
+    identity = require_agreement(comm(), mine, seen.digests,
+                                 [&](std::size_t i) { return quoted(i, seen.parameters[i].name); });
   }
 
   template <class T>
@@ -297,7 +320,7 @@ struct EngineState {
     lane.scratch.reserve(static_cast<std::size_t>(world()));
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (parameters[i].lane != lane.index || !steps_alone(i)) continue;
-      visit_span(parameter_at(store(), i).values(), [&](auto values) {
+      detail::visit_span(detail::parameter_at(store(), i).values(), [&](auto values) {
         if constexpr (std::is_same_v<typename decltype(values)::value_type, T>) {
           lane.values[i] = values.data();
         }
@@ -354,7 +377,7 @@ struct EngineState {
     });
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (parameters[i].frozen) continue;
-      auto&& parameter = parameter_at(store(), i);
+      auto&& parameter = detail::parameter_at(store(), i);
       for_each_lane([&]<class T>(HostLane<T, slots>& lane) {
         if (lane.index != parameters[i].lane) return;
         const std::span<T> place(lane.base + layout->place(i).offset, parameters[i].elements);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <ranges>
 #include <span>
 #include <string>
@@ -55,8 +56,8 @@ decltype(auto) parameter_at(S& store, std::size_t i) {
 template <ParamStore S>
 void refuse_separate_ties(S& store, const std::vector<ParameterInfo>& parameters) {
   const auto memory = [&](std::size_t i) {
-    return visit_span(parameter_at(store, i).values(),
-                      [](auto values) { return static_cast<const void*>(values.data()); });
+    return detail::visit_span(detail::parameter_at(store, i).values(),
+                              [](auto values) { return static_cast<const void*>(values.data()); });
   };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::size_t leader = parameters[i].leader;
@@ -97,11 +98,11 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
   out.places.resize(count);
   std::vector<std::array<std::uintptr_t, 3>> memory;
   for (std::size_t i = 0; i < count; ++i) {
-    auto&& parameter = parameter_at(store, i);
-    const Attributes attributes = attributes_of(parameter);
+    auto&& parameter = detail::parameter_at(store, i);
+    const Attributes attributes = zero::attributes_of(parameter);
     ParameterInfo& info = out.parameters[i];
     info.name = std::string(std::string_view(parameter.name()));
-    info.group = group_of(parameter);
+    info.group = zero::group_of(parameter);
     info.frozen = attributes.frozen;
     info.leader = attributes.alias.value_or(i);
     if (info.group >= groups) {
@@ -115,10 +116,13 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
     std::size_t shaped = 1;
     const auto& shape = parameter.shape();  // kept: it may be a container returned by value
     for (const std::size_t extent : std::span<const std::size_t>(shape)) {
+      if (extent != 0 && shaped > std::numeric_limits<std::size_t>::max() / extent) {
+        refuse_parameter(i, info.name, "has a shape whose element count overflows");
+      }
       shaped *= extent;
       description.add(extent);
     }
-    visit_span(parameter.values(), [&](auto values) {
+    detail::visit_span(parameter.values(), [&](auto values) {
       info.lane = lane_of<typename decltype(values)::value_type, Elements>::value;
       info.elements = values.size();
       if (shaped != values.size()) {
@@ -151,7 +155,13 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
   }
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t leader = out.parameters[i].leader;
-    if (leader < i) ++out.parameters[leader].ties;  // otherwise the layout refuses it
+    if (leader >= i) continue;  // none, or the layout refuses it
+    ++out.parameters[leader].ties;
+    if (out.parameters[leader].group != out.parameters[i].group) {
+      refuse_parameter(i, out.parameters[i].name,
+                       "is tied to " + quoted(leader, out.parameters[leader].name) +
+                           " of another group; put both into one");
+    }
   }
   std::vector<std::size_t> by_name(count);
   for (std::size_t i = 0; i < count; ++i) by_name[i] = i;

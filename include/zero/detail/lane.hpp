@@ -88,7 +88,7 @@ void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<T, slots
                      const Fragment& fragment, std::size_t state_begin,
                      const GradientSum<T>& gradient) {
   UpdateArrays<T, slots> arrays{lane.values_at(fragment), nullptr, {}};
-  for (std::size_t s = 0; s < used_slots(rule); ++s) {
+  for (std::size_t s = 0; s < zero::used_slots(rule); ++s) {
     arrays.state[s] = lane.state[s].data() + state_begin;
   }
   update_elements(rule, scalars, arrays, gradient, fragment.elements);

@@ -29,6 +29,12 @@ class Marks {
       refuse("gradient", i, "was marked already; lease it before marking it, or step first");
     }
     if (state_[i].leased) refuse("gradient", i, "is leased already; end that lease first");
+    for (std::size_t k = 0; k < state_.size(); ++k) {
+      if (k != i && state_[k].leased && leader(k) == leader(i)) {
+        refuse("gradient", i,
+               "is tied to a parameter whose gradient is leased; end that lease first");
+      }
+    }
     state_[i].leased = true;
     return !std::exchange(state_[leader(i)].written, true);
   }

@@ -36,12 +36,14 @@ class SharedMemoryStep {
   /// the others' slices from where they were updated.
   void step(const std::string& refusal, bool& updating) {
     state_.step_refusal = refusal;
-    auto entered = state_.comm().meet("step", &state_);
+    auto entered = state_.comm().meet("step", shown());
     const std::span<const void* const> published = entered.peers();
-    const auto peer = [&](std::size_t r) -> const State& {
-      return *static_cast<const State*>(published[r]);
-    };
+    const auto peer = [&](std::size_t r) -> const State& { return state_of(published[r]); };
     try {
+      for (std::size_t r = 0; r < published.size(); ++r) {
+        require_same_optimizer(static_cast<int>(r), identity_of(published[r]).identity,
+                               state_.identity);
+      }
       for (std::size_t r = 0; r < published.size(); ++r) {
         require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(),
                                   peer(r).options, peer(0).options);
@@ -76,12 +78,12 @@ class SharedMemoryStep {
     }
     entered.leave();
     if constexpr (State::Stage::shards_state) {
-      auto updated = state_.comm().meet("gather", &state_);
+      auto updated = state_.comm().meet("gather", shown());
       gather_from(updated.peers());
       updated.leave();
       updated.wait();
     } else if (state_.settings.gradients == Gradients::local) {
-      auto summed = state_.comm().meet("sums", &state_);
+      auto summed = state_.comm().meet("sums", shown());
       const std::span<const void* const> sums = summed.peers();
       state_.begin_update(updating);
       update_from_sums(sums);
@@ -92,9 +94,18 @@ class SharedMemoryStep {
   }
 
  private:
+  [[nodiscard]] const void* shown() const { return static_cast<const EngineIdentity*>(&state_); }
+  static const EngineIdentity& identity_of(const void* published) {
+    return *static_cast<const EngineIdentity*>(published);
+  }
+  /// Only where the identity is ours: then it is of our type.
+  static const State& state_of(const void* published) {
+    return static_cast<const State&>(identity_of(published));
+  }
+
   template <class T>
   static const HostLane<T, State::slots>& lane_of_peer(const void* published) {
-    return std::get<HostLane<T, State::slots>>(static_cast<const State*>(published)->lanes);
+    return std::get<HostLane<T, State::slots>>(state_of(published).lanes);
   }
 
   template <class T>

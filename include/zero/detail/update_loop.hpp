@@ -189,7 +189,7 @@ void update_elements(const Rule& rule, const Scalars& scalars,
     update_with<Rule, slot_count<Rule>, X>(arrays, sum, scalars, count);
   } else {
     // One loop for each number of used slots: an unused slot must not even be loaded.
-    const std::size_t used = used_slots(rule);
+    const std::size_t used = zero::used_slots(rule);
     [&]<std::size_t... I>(std::index_sequence<I...>) {
       (void)((used == I ? (update_with<Rule, I, X>(arrays, sum, scalars, count), true) : false) ||
              ...);
