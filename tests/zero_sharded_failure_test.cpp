@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -422,7 +423,8 @@ struct Brittle : zero::AdamW {
   bool silent = false;
   template <class Real>
   [[nodiscard]] Scalars<Real> scalars(std::int64_t t) const {
-    if (t == 5 && rank == 1) {
+    // Not where ranks compare options, which they do in double, before anything is updated.
+    if (t == 5 && rank == 1 && std::is_same_v<Real, float>) {
       if (silent) throw std::runtime_error("");
       throw std::runtime_error("the rule broke");
     }

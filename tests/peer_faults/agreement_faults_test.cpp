@@ -40,7 +40,8 @@ struct Trained {
   std::vector<std::vector<float>> values{};
   std::map<std::string, std::vector<float>> state{};
   std::vector<std::int64_t> steps{};
-  friend bool operator==(const Trained&, const Trained&) = default;  // no NaN, no negative zero
+  [[maybe_unused]] friend bool operator==(const Trained&,
+                                          const Trained&) = default;  // no NaN, no negative zero
 };
 
 /// The rule on whole tensors, over gradients summed in rank order by a plain loop.
