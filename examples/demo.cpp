@@ -7,6 +7,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 #include <zero/zero.hpp>
 
@@ -189,6 +190,10 @@ int main() {
               sharded.state_bytes);
   std::printf("%-34s %12.2f %12.2f\n", "optimizer step, ms (median)", replicated.step_ms,
               sharded.step_ms);
+  const unsigned cores = std::thread::hardware_concurrency();
+  if (cores < ranks) {
+    std::printf("(%d ranks take turns on %u cores, so the times say little)\n", ranks, cores);
+  }
   const bool same = same_bits(replicated.losses, sharded.losses) &&
                     same_bits(replicated.weights, sharded.weights);
   const bool learned = sharded.losses.back() < 0.7F * sharded.losses.front();
