@@ -49,7 +49,6 @@ struct LanesOf<TypeList<T...>, slots> {
 template <class Opt, class Store, class Comm, class PartitionType, class View, class StageType,
           class Observe>
 struct EngineState : EngineIdentity {
-  using optimizer = Opt;
   using store_type = std::remove_reference_t<Store>;
   using communicator_type = std::remove_reference_t<Comm>;
   using Partition = PartitionType;

@@ -12,7 +12,6 @@
 #include <span>
 #include <vector>
 
-#include "zero/detail/pack.hpp"
 #include "zero/detail/rank_order_sum.hpp"
 #include "zero/detail/update_loop.hpp"
 #include "zero/layout.hpp"
@@ -60,25 +59,20 @@ struct HostLane {
   }
 };
 
-/// Elements that are summed and scaled in cache.
+/// Elements that are summed in one go.
 inline constexpr std::size_t sum_chunk = 2048;
 
-/// `out = (sum of sources in rank order) * scale`; a null source counts as zeros.
+/// `out` = the `count` elements of all sources from `offset` on, summed in rank order; a null
+/// source counts as zeros. @param count at most `sum_chunk`
 template <Element T>
-void scaled_sum(std::span<const T* const> sources, std::size_t offset, std::size_t count,
-                arithmetic_t<T> scale, T* out, std::vector<const T*>& scratch) {
+void sum_chunk_of(std::span<const T* const> sources, std::size_t offset, std::size_t count, T* out,
+                  std::vector<const T*>& scratch) {
   alignas(64) static constexpr T no_gradient[sum_chunk] = {};
   scratch.resize(sources.size());
   for (std::size_t r = 0; r < sources.size(); ++r) {
     scratch[r] = sources[r] == nullptr ? no_gradient : sources[r] + offset;
   }
   sum_in_rank_order<T>(scratch, count, out);
-  if (scale == arithmetic_t<T>(1)) return;
-  using X = Pack<T>;
-  const X factor(scale);
-  std::size_t i = 0;
-  for (; i + X::width <= count; i += X::width) (X::load(out + i) * factor).store(out + i);
-  for (; i < count; ++i) out[i] = out[i] * scale;
 }
 
 /// Steps one fragment.

@@ -155,9 +155,8 @@ class SharedMemoryStep {
             if (state_.stepping[owned.fragment.parameter] == 0) continue;
             const GradientSum<T> sum = gradient(owned.fragment, 0);
             for (std::size_t at = 0; at < owned.fragment.elements; at += sum_chunk) {
-              scaled_sum<T>(sum.sources, at, std::min(sum_chunk, owned.fragment.elements - at),
-                            arithmetic_t<T>(1), lane.reduced.data() + owned.shard_begin + at,
-                            lane.scratch);
+              sum_chunk_of<T>(sum.sources, at, std::min(sum_chunk, owned.fragment.elements - at),
+                              lane.reduced.data() + owned.shard_begin + at, lane.scratch);
             }
           }
         });
