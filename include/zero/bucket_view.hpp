@@ -30,7 +30,8 @@ inline namespace literals {
 ///     a network better, smaller ones start earlier and cost less staging memory. It is rounded to
 ///     a multiple of world * 16 bytes.
 ///
-/// `values == arena` moves parameters, so their type must model `RebindableParameter`.
+/// `values == arena` moves parameters, so their type must model `RebindableParameter`;
+/// `gradients == arena` moves gradients: `RebindableGradient`.
 ///
 /// A minimal model:
 /// @code

@@ -90,6 +90,15 @@ concept RebindableParameter =
       parameter.rebind(parameter.values(), std::move(owner));
     };
 
+/// A parameter whose gradient may be moved, too: `rebind_gradient(gradient, owner)` makes backward
+/// write to `gradient`, which holds the same numbers already (zeros where there was no gradient),
+/// and `gradient()` return it.
+template <class P>
+concept RebindableGradient =
+    Parameter<P> && requires(P& parameter, std::shared_ptr<const void> owner) {
+      parameter.rebind_gradient(parameter.gradient(), std::move(owner));
+    };
+
 /// A sized random-access range of parameters. A `std::vector<ParamRef<float>>` is one, and so is
 /// any container transformed element by element into parameters.
 template <class S>

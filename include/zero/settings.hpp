@@ -7,6 +7,7 @@
 #include <memory_resource>
 #include <optional>
 
+#include "zero/loss_scale.hpp"
 #include "zero/memory.hpp"
 
 namespace zero {
@@ -17,11 +18,22 @@ enum class Gradients : std::uint8_t {
   reduced,  ///< already reduced by the caller, the same on every rank
 };
 
+/// Whether a step looks for NaN and infinities among the summed gradients before it updates
+/// anything. If any rank finds one, all ranks skip the step: nothing changes but the loss scale.
+enum class FiniteCheck : std::uint8_t {
+  where_needed,  ///< with 16-bit gradients, with a loss scale, and while gradients are clipped
+  always,
+  never,  ///< non-finite gradients are stepped with
+};
+
 struct Settings {
   Gradients gradients = Gradients::local;
   /// What the summed gradient is multiplied by, once. Default: 1/K for local gradients (their
   /// mean), 1 for reduced ones.
   std::optional<double> gradient_scale = std::nullopt;
+  FiniteCheck finite_check = FiniteCheck::where_needed;
+  /// What the caller multiplies the loss by; none: 1, and gradients are not checked for its sake.
+  std::optional<LossScale> loss_scale = std::nullopt;
   /// Whether construction compares the parameters' values between ranks. Layouts always are.
   bool check_values = true;
   /// Fills padding with NaN, so that any use of it shows in the results. For tests.

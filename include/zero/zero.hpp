@@ -5,6 +5,7 @@
 #pragma once
 
 #include "zero/bucket_view/no_view.hpp"     // IWYU pragma: export
+#include "zero/bucket_view/param_and_grad_view.hpp"  // IWYU pragma: export
 #include "zero/bucket_view/param_view.hpp"  // IWYU pragma: export
 #include "zero/comm/in_process.hpp"         // IWYU pragma: export
 #include "zero/config.hpp"                  // IWYU pragma: export

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,6 +18,7 @@
 
 #include "zero/bucket_view.hpp"
 #include "zero/bucket_view/no_view.hpp"
+#include "zero/bucket_view/param_and_grad_view.hpp"
 #include "zero/bucket_view/param_view.hpp"
 #include "zero/comm/in_process.hpp"
 #include "zero/communicator.hpp"
@@ -37,8 +39,11 @@ namespace zero {
 
 /// What a step came to.
 struct Outcome {
-  bool applied = false;   ///< false: skipped, nothing has changed
+  bool applied = false;   ///< false: skipped on all ranks; nothing but the loss scale has changed
   std::int64_t step = 0;  ///< how many steps have been applied, this one included
+  /// The 2-norm of all ranks' mean gradient over all parameters, loss scale taken out, before it
+  /// was clipped. The same bits whatever the layout. Only where `clip_grad_norm` asked for it.
+  std::optional<double> gradient_norm = std::nullopt;
 };
 
 /// A step that has been started. On the host it has also finished.
@@ -56,10 +61,13 @@ class Step {
 /// (a few dozen bytes a parameter and bucket) is not counted.
 struct MemoryReport {
   std::size_t state = 0;      ///< the optimizer's slots
+  std::size_t master = 0;     ///< master copies of 16-bit parameters
   std::size_t values = 0;     ///< arenas that parameters were moved into
-  std::size_t gradients = 0;  ///< summed gradients
-  std::size_t staging = 0;    ///< buckets on their way
-  [[nodiscard]] std::size_t total() const noexcept { return state + values + gradients + staging; }
+  std::size_t gradients = 0;  ///< summed gradients, and arenas that gradients were moved into
+  std::size_t staging = 0;    ///< buckets on their way, and a whole-tensor optimizer's workspace
+  [[nodiscard]] std::size_t total() const noexcept {
+    return state + master + values + gradients + staging;
+  }
 };
 
 /// One interval of one slot of one parameter that this rank keeps.
@@ -102,6 +110,22 @@ class GradientLease {
   std::span<T> memory_;
 };
 
+/// While it lives, gradients are only accumulated: see `ZeroSharded::accumulate`.
+template <class Engine>
+class AccumulationScope {
+ public:
+  explicit AccumulationScope(Engine& engine) : engine_(&engine) { engine.accumulate(true); }
+  AccumulationScope(AccumulationScope&& other) noexcept
+      : engine_(std::exchange(other.engine_, nullptr)) {}
+  AccumulationScope& operator=(AccumulationScope&&) = delete;
+  ~AccumulationScope() {
+    if (engine_ != nullptr) engine_->accumulate(false);
+  }
+
+ private:
+  Engine* engine_;
+};
+
 /// Wraps an optimizer around parameters in any form: each of the K ranks keeps 1/K of the optimizer
 /// state, steps its part, and fetches the others', with the same bits for any K.
 ///
@@ -124,12 +148,12 @@ class GradientLease {
 /// that memory may be freed once a verb has thrown.) A moved-from optimizer can only be destroyed
 /// or assigned to; leases end before their optimizer does.
 ///
-/// @tparam Opt an `UpdateRule` for every element type of the store
+/// @tparam Opt an `UpdateRule` or a `WholeTensorOptimizer` for every element type of the store
 /// @tparam Store a `ParamStore`, or a reference to one
 /// @tparam Comm a `Communicator` for every element type of the store, or a reference to one
 template <class Opt, class Store = std::vector<ParamRef<float>>, class Comm = InProcessCommunicator,
           class Partition = ContiguousPartition, class BucketView = detail::DefaultView<Store>,
-          class Stage = Stage1, class Precision = NativePrecision, class Observe = NoObserver>
+          class Stage = Stage1, class Precision = MixedPrecision, class Observe = NoObserver>
 class ZeroSharded {
   using store_type = std::remove_reference_t<Store>;
   using comm_type = std::remove_reference_t<Comm>;
@@ -137,9 +161,9 @@ class ZeroSharded {
   static_assert(ParamStore<store_type>,
                 "zero: the store must be a sized random-access range whose elements model "
                 "zero::Parameter (name, shape, values, gradient); see zero/parameter.hpp");
-  static_assert(detail::AllElements<store_type, detail::IsOwnArithmetic>::value,
-                "zero: this version steps elements that are computed in as they are stored; use "
-                "float or double");
+  static_assert(detail::AllElements<store_type, detail::IsStored>::value,
+                "zero: an element type must be float or double, or 16 bits of a format that zero "
+                "knows (float16, bfloat16); see zero/element.hpp");
   static_assert(detail::AllElements<store_type, detail::IsOptimizer<Opt>>::value,
                 "zero: the optimizer must be an update rule (slots, scalars<Real>(t), an update "
                 "that is generic in its numbers) or a whole-tensor optimizer for every element "
@@ -148,9 +172,7 @@ class ZeroSharded {
                 "zero: the partition must model zero::PartitionPolicy; see zero/partition.hpp");
   static_assert(!detail::AnyWholeTensor<Opt, store_type>::value || !CuttingPartition<Partition>,
                 "zero: a whole-tensor optimizer needs complete tensors, but this partition cuts "
-                "them; use a partition that keeps tensors whole");
-  static_assert(!detail::AnyWholeTensor<Opt, store_type>::value,
-                "zero: whole-tensor optimizers can't be stepped yet; use an update rule");
+                "them; use zero::BalancedPartition");
   static_assert(BucketViewPolicy<BucketView>,
                 "zero: the bucket view must model zero::BucketViewPolicy; see "
                 "zero/bucket_view.hpp");
@@ -158,16 +180,31 @@ class ZeroSharded {
                     detail::RebindableStore<store_type>,
                 "zero: this bucket view moves parameters into buckets, but the store's parameters "
                 "have no rebind(values, owner), or are const; add it, or use zero::NoView");
+  static_assert(!ParamStore<store_type> || !detail::moves_gradients<BucketView> ||
+                    detail::GradientRebindableStore<store_type>,
+                "zero: this bucket view moves gradients into buckets, but the store's parameters "
+                "have no rebind_gradient(gradient, owner), or are const; add it, or use "
+                "zero::ParamView or zero::NoView");
   static_assert(detail::supported_residency<BucketView>,
-                "zero: this version keeps values with the caller or in an arena, and gradients "
-                "with the caller; use zero::NoView or zero::ParamView");
+                "zero: this version keeps values and gradients with the caller or in an arena; use "
+                "zero::NoView, zero::ParamView or zero::ParamAndGradView");
   static_assert(StagePolicy<Stage>,
                 "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
   static_assert(!detail::shards_gradients<Stage>,
                 "zero: this version shards the optimizer state only; use zero::Stage1");
-  static_assert(detail::AllElements<store_type, detail::IsNative<Precision>>::value,
-                "zero: this version keeps slots and traffic in the parameters' own element types; "
-                "use zero::NativePrecision");
+  static_assert(detail::AllElements<store_type, detail::IsPrecision<Precision>>::value,
+                "zero: the precision must model zero::PrecisionPolicy for every element type of "
+                "the store; see zero/precision.hpp");
+  static_assert(detail::AllElements<store_type, detail::KeepsArithmetic<Precision>>::value,
+                "zero: a precision's master must be the parameter's type or what that is computed "
+                "in, and its slots must be computed in the same; see zero/precision.hpp");
+  static_assert(detail::AllElements<store_type, detail::SendsOwnType<Precision>>::value,
+                "zero: this version sends gradients in the parameters' own element types; let the "
+                "precision's Wire<T> be T");
+  static_assert(detail::AllElements<store_type, detail::KeepsUpdates<Precision>>::value,
+                "zero: 16-bit parameters without a master copy, rounded to nearest, lose every "
+                "update smaller than half a unit of their last place; use zero::MixedPrecision "
+                "(float masters) or zero::StochasticPrecision");
   static_assert(detail::AllElements<store_type, detail::IsCommunicator<comm_type>>::value,
                 "zero: the communicator must model zero::Communicator for every element type of "
                 "the store; see zero/communicator.hpp");
@@ -177,7 +214,8 @@ class ZeroSharded {
   static_assert(Observer<Observe>,
                 "zero: the observer must model zero::Observer; see zero/observer.hpp");
 
-  using Engine = detail::Engine<Opt, Store, Comm, Partition, BucketView, Stage, Observe>;
+  using Engine =
+      detail::Engine<Opt, Store, Comm, Partition, BucketView, Stage, Precision, Observe>;
   using first_element = typename detail::first_of<typename Engine::elements>::type;
 
  public:
@@ -206,7 +244,8 @@ class ZeroSharded {
       : engine_(std::make_unique<Engine>(
             std::move(groups.options), std::forward<Store>(store), std::forward<Comm>(comm),
             detail::pick<Partition>(policies...), detail::pick<BucketView>(policies...),
-            detail::pick<Observe>(policies...), detail::pick<Settings>(policies...))) {
+            detail::pick<Precision>(policies...), detail::pick<Observe>(policies...),
+            detail::pick<Settings>(policies...))) {
     static_assert(
         ((detail::families<P> == 1) && ...),
         "zero: an argument after the communicator is not a policy (partition, bucket "
@@ -221,7 +260,7 @@ class ZeroSharded {
             !detail::one_of_each<P...>,
         "zero: a policy that was given differs from this type's template argument of its "
         "kind; make them the same");
-    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Observe>,
+    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Precision, Observe>,
                   "zero: a policy type of this optimizer has no default; give one after the "
                   "communicator");
   }
@@ -242,10 +281,45 @@ class ZeroSharded {
   /// it is not stepped.
   void mark_absent(std::size_t i) { engine_->mark(i, detail::Mark::absent); }
 
+  /// Until the returned scope ends, backward passes only accumulate (mode `local`: full gradients
+  /// in the caller's memory, no traffic): marks are checked and otherwise ignored, and leases add
+  /// from the second on. The backward after it marks as usual, and one step is made of all of them.
+  /// Gradients are summed, so divide the loss, or `Settings::gradient_scale`, by their number.
+  [[nodiscard]] auto accumulate() { return AccumulationScope<Engine>(*engine_); }
+
   /// Collective: reduces gradients, updates this rank's shard, gathers the parameters. Where one
   /// rank refuses (options that make no sense, an open lease, a gradient of another size), all
-  /// throw `UsageError` and nothing has changed; marks must be given anew.
-  Step step() { return Step(Outcome{true, engine_->step()}); }
+  /// throw `UsageError` and nothing has changed; marks must be given anew. Where gradients are
+  /// checked (`Settings::finite_check`) and one is not finite on any rank, all skip the step.
+  Step step() {
+    const bool applied = engine_->step();
+    return engine_->locked([&](const auto& state) {
+      return Step(Outcome{applied, state.step_number, state.gradient_norm});
+    });
+  }
+
+  /// From the next step on gradients are scaled down so that their norm over all parameters and
+  /// ranks is at most `max_norm`, by max_norm / (norm + 1e-6) as PyTorch's `clip_grad_norm_` does.
+  /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it. The same on all
+  /// ranks, before the first gradient of a step is marked. Gradients need room once they are
+  /// summed: 4 bytes (double: 8) an element of the shard, allocated here. Throws `UsageError` for a
+  /// norm that is not above 0.
+  void clip_grad_norm(std::optional<double> max_norm) { engine_->clip(max_norm); }
+
+  /// What the loss of the next backward is to be multiplied by; 1 without `Settings::loss_scale`.
+  [[nodiscard]] double loss_scale() const {
+    return engine_->locked([](const auto& state) { return state.loss_scale; });
+  }
+
+  /// Collective: the store shows more parameters at its end than before; they form one more group
+  /// with these options, in number `groups().size()`. What was there keeps its place and state. To
+  /// be called between steps. Throws `UsageError` on all ranks, and changes nothing, where the new
+  /// parameters can't be used, among them those that the optimizer has already. The store's other
+  /// parameters must be what they were. While it runs this rank's state is held twice.
+  void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
+
+  /// The store that was given.
+  [[nodiscard]] store_type& store() noexcept { return engine_->state().store(); }
 
   /// Fills all gradients that the store shows with zeros.
   void zero_grad() { engine_->zero_gradients(); }
@@ -279,26 +353,39 @@ class ZeroSharded {
     return *engine_->state().layout;
   }
 
-  /// This rank's optimizer state of element type `T`, in the order of its shard. The spans stay
-  /// valid as long as the optimizer, their contents until the next step.
+  /// This rank's optimizer state of the parameters of element type `T`, in the order of its shard.
+  /// The spans stay valid as long as the optimizer and until a group is added, their contents until
+  /// the next step.
   template <Element T = first_element>
-  [[nodiscard]] std::vector<StateSlice<T>> state() const {
-    const auto& lane = std::get<detail::lane_of<T, typename Engine::elements>::value>(
-        engine_->usable_state().lanes);
-    std::vector<StateSlice<T>> slices;
-    const auto add = [&](const Fragment& f, std::size_t begin) {
+  [[nodiscard]] auto state() const {
+    const auto& lane = lane_of<T>();
+    using Slot = typename std::remove_cvref_t<decltype(lane)>::storage::slot;
+    std::vector<StateSlice<Slot>> slices;
+    for_each_kept(lane, [&](const Fragment& f, std::size_t begin) {
       for (std::size_t s = 0; s < engine_->state().slots_allocated; ++s) {
         slices.push_back({engine_->state().parameters[f.parameter].name,
                           Opt::slots[s],
                           {f.parameter_begin, f.parameter_begin + f.elements},
                           lane.state[s].span().subspan(begin, f.elements)});
       }
-    };
-    if constexpr (Stage::shards_state) {
-      for (const auto& owned : lane.owned) add(owned.fragment, owned.shard_begin);
-    } else {
-      const Interval all{0, layout().extent(lane.index)};
-      for (const Fragment& f : layout().fragments(lane.index, all)) add(f, f.lane_begin);
+    });
+    return slices;
+  }
+
+  /// This rank's master copies of the parameters of element type `T`, likewise; the slot is called
+  /// "master". None where they are stepped as they lie.
+  template <Element T = first_element>
+  [[nodiscard]] auto masters() const {
+    const auto& lane = lane_of<T>();
+    using S = typename std::remove_cvref_t<decltype(lane)>::storage;
+    std::vector<StateSlice<typename S::master>> slices;
+    if constexpr (S::has_master) {
+      for_each_kept(lane, [&](const Fragment& f, std::size_t begin) {
+        slices.push_back({engine_->state().parameters[f.parameter].name,
+                          "master",
+                          {f.parameter_begin, f.parameter_begin + f.elements},
+                          lane.master.span().subspan(begin, f.elements)});
+      });
     }
     return slices;
   }
@@ -308,10 +395,13 @@ class ZeroSharded {
       MemoryReport report;
       state.for_each_lane([&](const auto& lane) {
         for (const auto& slot : lane.state) report.state += slot.bytes();
+        report.master += lane.master.bytes();
         if (lane.arena) report.values += lane.arena->bytes();
+        if (lane.gradient_arena) report.gradients += lane.gradient_arena->bytes();
         report.gradients += lane.reduced.bytes();
+        report.staging += lane.workspace.bytes();
       });
-      report.staging = engine_->staging_bytes();
+      report.staging += engine_->staging_bytes();
       return report;
     });
   }
@@ -319,6 +409,21 @@ class ZeroSharded {
   [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }
 
  private:
+  template <class T>
+  [[nodiscard]] const auto& lane_of() const {
+    return std::get<detail::lane_of<T, typename Engine::elements>::value>(
+        engine_->usable_state().lanes);
+  }
+  template <class Lane, class F>
+  void for_each_kept(const Lane& lane, F&& f) const {
+    if constexpr (Stage::shards_state) {
+      for (const auto& owned : lane.owned) f(owned.fragment, owned.shard_begin);
+    } else {
+      const Interval all{0, layout().extent(lane.index)};
+      for (const Fragment& part : layout().fragments(lane.index, all)) f(part, part.lane_begin);
+    }
+  }
+
   std::unique_ptr<Engine> engine_;
 };
 
@@ -329,7 +434,7 @@ ZeroSharded(First, Store&&, Comm&&, P...)
                    detail::choose<detail::PartitionFamily, ContiguousPartition, P...>,
                    detail::choose<detail::BucketViewFamily, detail::DefaultView<Store>, P...>,
                    detail::choose<detail::StageFamily, Stage1, P...>,
-                   detail::choose<detail::PrecisionFamily, NativePrecision, P...>,
+                   detail::choose<detail::PrecisionFamily, MixedPrecision, P...>,
                    detail::choose<detail::ObserverFamily, NoObserver, P...>>;
 
 }  // namespace zero

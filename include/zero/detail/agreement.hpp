@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// The collective check, at construction, that all ranks were given the same.
+/// The collective check, at construction and when a group is added, that all ranks were given the same.
 #pragma once
 
 #include <algorithm>
@@ -65,19 +65,20 @@ struct EngineIdentity {
 
 /// Throws the same `UsageError` on all ranks where one refuses, or where they differ. Returns the
 /// construction's identity.
+/// @param verb on whose behalf, for messages
 /// @param name gives a parameter's quoted name by index; rank 0's is what all ranks say
 template <HostExchange C, class Name>
-std::uint64_t require_agreement(C& comm, Digest mine, std::span<const ParameterDigest> parameters,
+std::uint64_t require_agreement(C& comm, const char* verb, Digest mine, std::span<const ParameterDigest> parameters,
                                 const Name& name) {
   const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
-  const auto refuse = [](std::size_t rank, const std::string& what) {
-    throw UsageError("construction: rank " + std::to_string(rank) +
+  const auto refuse = [verb](std::size_t rank, const std::string& what) {
+    throw UsageError(std::string(verb) + ": rank " + std::to_string(rank) +
                      " differs from rank 0: " + what);
   };
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].refusal[0] == '\0') continue;
-    throw UsageError("construction: rank " + std::to_string(r) +
-                     " refused, so no rank was constructed: " + all[r].refusal.data());
+    throw UsageError(std::string(verb) + ": rank " + std::to_string(r) +
+                     " refused, so nothing was done on any rank: " + all[r].refusal.data());
   }
   std::uint64_t compared = all[0].count;
   bool differ = false;

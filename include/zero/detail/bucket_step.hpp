@@ -17,6 +17,7 @@
 
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/bucket_traffic.hpp"
+#include "zero/detail/findings.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
@@ -41,12 +42,12 @@ struct Launch {
   std::size_t last_parameter;
 };
 
-template <class List, class State>
+template <class Lanes, class State>
 struct TrafficOf;
-template <class... T, class State>
-struct TrafficOf<TypeList<T...>, State> {
-  using type = std::tuple<std::optional<BucketTraffic<T, typename State::communicator_type,
-                                                      typename State::Partition, State::slots>>...>;
+template <class... Lane, class State>
+struct TrafficOf<std::tuple<Lane...>, State> {
+  using type = std::tuple<std::optional<
+      BucketTraffic<Lane, typename State::communicator_type, typename State::Partition>>...>;
 };
 
 /// Sends buckets in one fixed order, the same on all ranks, as soon as their gradients are there
@@ -87,9 +88,17 @@ class BucketStep {
     return sum;
   }
 
+  /// The layout has grown. Nothing may be on its way.
+  void rebuild() {
+    launches_.clear();
+    if (state_.world() > 1) prepare_traffic();
+  }
+
   /// Buckets go through the communicator: reductions were started as gradients became ready, each
-  /// bucket is updated once its sum is there, and gathered while the next is updated.
-  void step(const std::string& refusal, bool& updating) {
+  /// bucket is updated once its sum is there, and gathered while the next is updated. Where sums
+  /// must be looked at first, all reductions end before the first update. Returns whether the step
+  /// was applied.
+  bool step(const std::string& refusal, bool& updating) {
     const bool reduces = reduces_buckets();
     while (reduces && next_launch_ < launches_.size()) start_next_reduce();
     try {
@@ -98,24 +107,22 @@ class BucketStep {
       for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
       throw;
     }
-    if (!reduces || launches_.empty()) state_.begin_update(updating);
+    const bool looks = state_.looks_first();
+    if (looks) {
+      look_at_all();
+      if (!state_.decide(exchange_findings())) {
+        for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+        return false;
+      }
+    }
+    if (looks || !reduces || launches_.empty()) state_.begin_update(updating);
     std::array<std::size_t, State::lane_count> reduced{};
     for (const Launch& launch : launches_) {
-      with_lane_and_traffic(launch.lane, [&]<class T>(HostLane<T, State::slots>& lane,
-                                                      auto& traffic) {
+      with_lane_and_traffic(launch.lane, [&](auto& lane, auto& traffic) {
         if (reduces) {
-          state_.observe(Phase::reduce, lane.index, launch.bucket,
-                         [&] { traffic.finish_reduces(++reduced[lane.index]); });
+          if (!looks) finish_reduce(launch, lane, traffic, reduced);
           state_.begin_update(updating);
-          const std::size_t sum_begin = traffic.sum_begin(launch.bucket);
-          const std::size_t slot_begin =
-              State::Stage::shards_state ? sum_begin
-                                         : state_.layout->bucket(lane.index, launch.bucket).begin;
-          const auto scale = static_cast<arithmetic_t<T>>(state_.gradient_scale());
-          state_.update_bucket(lane, launch.bucket, [&](const Fragment&, std::size_t begin) {
-            lane.sources[0] = lane.reduced.data() + sum_begin + (begin - slot_begin);
-            return GradientSum<T>{{lane.sources.data(), 1}, scale};
-          });
+          state_.update_bucket(lane, launch.bucket, sums_of(launch.bucket, lane, traffic));
         } else {
           state_.update_bucket(lane, launch.bucket, state_.own_gradient(lane));
         }
@@ -126,11 +133,59 @@ class BucketStep {
       });
     }
     for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+    return true;
   }
 
  private:
   [[nodiscard]] bool reduces_buckets() {
     return state_.world() > 1 && state_.settings.gradients == Gradients::local;
+  }
+
+  /// Launches are finished in the order in which they were started.
+  template <class Lane, class Traffic>
+  void finish_reduce(const Launch& launch, Lane& lane, Traffic& traffic,
+                     std::array<std::size_t, State::lane_count>& finished) {
+    state_.observe(Phase::reduce, lane.index, launch.bucket,
+                   [&] { traffic.finish_reduces(++finished[lane.index]); });
+  }
+
+  /// Gives a fragment's gradient out of the summed bucket.
+  template <class Lane, class Traffic>
+  [[nodiscard]] auto sums_of(std::size_t bucket, Lane& lane, Traffic& traffic) {
+    const auto scale = static_cast<typename Lane::arithmetic>(state_.step_scale);
+    const Interval whole = state_.layout->bucket(lane.index, bucket);
+    const Interval mine = state_.layout->slice(lane.index, bucket, state_.rank());
+    const std::size_t lane_begin = State::Stage::shards_state ? mine.begin : whole.begin;
+    const typename Lane::arithmetic* const sums =
+        lane.reduced.data() + traffic.sum_begin(bucket);
+    return [&lane, scale, sums, lane_begin](const Fragment& f, std::size_t) {
+      return lane.summed(sums + (f.lane_begin - lane_begin), scale);
+    };
+  }
+
+  void look_at_all() {
+    if (!reduces_buckets()) {
+      state_.look_at_own_gradients();
+      return;
+    }
+    std::array<std::size_t, State::lane_count> finished{};
+    for (const Launch& launch : launches_) {
+      with_lane_and_traffic(launch.lane, [&](auto& lane, auto& traffic) {
+        finish_reduce(launch, lane, traffic, finished);
+        state_.look_at_bucket(lane, launch.bucket, false,
+                              sums_of(launch.bucket, lane, traffic));
+      });
+    }
+  }
+
+  [[nodiscard]] Findings exchange_findings() {
+    state_.comm()
+        .exchange(std::as_bytes(std::span(&state_.findings, 1)),
+                  std::as_writable_bytes(std::span(findings_)))
+        .wait();
+    Findings all;
+    for (const Findings& of_rank : findings_) all.add(of_rank);
+    return all;
   }
 
   template <class F>
@@ -179,6 +234,7 @@ class BucketStep {
     });
     message_.resize(sizeof(StepMessage) + (state_.parameters.size() + 7) / 8);
     messages_.resize(message_.size() * static_cast<std::size_t>(state_.world()));
+    findings_.resize(static_cast<std::size_t>(state_.world()));
     expect_all();
   }
 
@@ -241,7 +297,8 @@ class BucketStep {
   std::array<std::vector<std::size_t>, State::lane_count> waiting_{};  ///< parameters to come
   std::vector<std::byte> message_{};
   std::vector<std::byte> messages_{};
-  typename TrafficOf<typename State::elements, State>::type traffic_{};
+  std::vector<Findings> findings_{};  ///< of all ranks
+  typename TrafficOf<typename State::Lanes, State>::type traffic_{};
 };
 
 }  // namespace zero::detail

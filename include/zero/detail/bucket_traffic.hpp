@@ -9,11 +9,14 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "zero/communicator.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/rank_order_sum.hpp"
+#include "zero/element.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory.hpp"
 
@@ -22,9 +25,15 @@ namespace zero::detail {
 /// Buckets travel through a ring of staging buffers, started and finished in one order, so that
 /// memory is a few buckets whatever the model. Nothing is packed where a bucket lies contiguously
 /// in the caller's memory, nor gathered anywhere but in place where the lane has one base.
-template <Element T, class Comm, class Partition, std::size_t slots>
+///
+/// Sums are in the arithmetic type. Gradients of 16 bits therefore travel all to all in their own
+/// type and are summed here, in rank order: a reduction would round the sum, and a model that adds
+/// in 16 bits each partial sum.
+template <class Lane, class Comm, class Partition>
 class BucketTraffic {
-  using Lane = HostLane<T, slots>;
+  using T = typename Lane::element;
+  using A = typename Lane::arithmetic;
+  static constexpr bool sums_here = !std::is_same_v<T, A>;
 
  public:
   /// Buckets in flight at once.
@@ -39,18 +48,25 @@ class BucketTraffic {
         poison_(poison),
         sum_begin_(layout.buckets(lane.index)) {
     std::size_t largest = 0;
+    std::size_t largest_slice = 0;
     std::size_t mine = 0;
     for (std::size_t b = 0; b < sum_begin_.size(); ++b) {
       const Interval bucket = layout.bucket(lane.index, b);
       largest = std::max(largest, bucket.size());
       sum_begin_[b] = shards_state ? mine : bucket.begin;
-      mine += layout.slice(lane.index, b, comm.rank()).size();
+      const std::size_t slice = layout.slice(lane.index, b, comm.rank()).size();
+      largest_slice = std::max(largest_slice, slice);
+      mine += slice;
     }
     ring_.resize(std::min(ring_size, sum_begin_.size()));
+    const auto ranks = static_cast<std::size_t>(comm.size());
     for (Flight& flight : ring_) {
-      if (shards_state) flight.buffer = HostArray<T>(largest, memory);
-      flight.counts.resize(static_cast<std::size_t>(comm.size()));
+      if (shards_state || sums_here) flight.buffer = HostArray<T>(largest, memory);
+      if (sums_here) flight.received = HostArray<T>(largest_slice * ranks, memory);
+      flight.counts.resize(ranks);
+      if (sums_here) flight.own_counts.resize(ranks);
     }
+    sources_.resize(sums_here ? ranks : 0);
   }
   BucketTraffic(const BucketTraffic&) = delete;
   BucketTraffic& operator=(const BucketTraffic&) = delete;
@@ -58,7 +74,7 @@ class BucketTraffic {
   /// Bytes of the staging buffers.
   [[nodiscard]] std::size_t staging_bytes() const noexcept {
     std::size_t sum = 0;
-    for (const Flight& flight : ring_) sum += flight.buffer.bytes();
+    for (const Flight& flight : ring_) sum += flight.buffer.bytes() + flight.received.bytes();
     return sum;
   }
 
@@ -71,27 +87,10 @@ class BucketTraffic {
     const Interval whole = layout_->bucket(lane_->index, bucket);
     Flight& flight = take_off(Kind::reduce, bucket);
     if (whole.empty()) return;
-    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
-    const std::span<T> sums = lane_->reduced.span().subspan(sum_begin_[bucket]);
-    if (!shards_state_) {
-      pack_gradients(whole, sums.first(whole.size()));
-      flight.all_reduce.emplace(comm_->all_reduce(sums.first(whole.size()), ReduceOp::sum));
-      return;
-    }
-    std::span<const T> input = contiguous_gradients(whole);
-    if (input.empty()) {
-      const std::span<T> staged = flight.buffer.span().first(whole.size());
-      pack_gradients(whole, staged);
-      input = staged;
-    }
-    if (layout_->even(lane_->index, bucket)) {
-      flight.reduce_scatter.emplace(
-          comm_->reduce_scatter(input, sums.first(mine.size()), ReduceOp::sum));
+    if constexpr (sums_here) {
+      start_all_to_all(bucket, flight, gradients_of(whole, flight));
     } else {
-      count_slices(bucket, flight);
-      flight.reduce_scatter_v.emplace(
-          comm_->reduce_scatter_v(input, sums.first(mine.size()),
-                                  std::span<const std::size_t>(flight.counts), ReduceOp::sum));
+      start_reduction(bucket, flight, lane_->reduced.span().subspan(sum_begin_[bucket]));
     }
   }
 
@@ -110,9 +109,7 @@ class BucketTraffic {
     const std::span<T> output(target, whole.size());
     const std::span<T> input = output.subspan(mine.begin - whole.begin, mine.size());
     if (lane_->base == nullptr) {
-      if (poison_) {
-        std::fill(output.begin(), output.end(), std::numeric_limits<T>::quiet_NaN());
-      }
+      if (poison_) fill_with_nan(output);
       for (const Fragment& f : layout_->fragments(lane_->index, mine)) {
         std::memcpy(target + (f.lane_begin - whole.begin), lane_->values_at(f),
                     f.elements * sizeof(T));
@@ -136,6 +133,69 @@ class BucketTraffic {
  private:
   enum class Kind { reduce, gather };
 
+  /// In one piece, packed where they don't lie so.
+  std::span<const T> gradients_of(Interval whole, Flight& flight) {
+    const std::span<const T> there = contiguous_gradients(whole);
+    if (!there.empty()) return there;
+    const std::span<T> staged = flight.buffer.span().first(whole.size());
+    pack_gradients(whole, staged);
+    return staged;
+  }
+
+  void start_reduction(std::size_t bucket, Flight& flight, std::span<A> sums) {
+    const Interval whole = layout_->bucket(lane_->index, bucket);
+    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
+    if (!shards_state_) {
+      pack_gradients(whole, sums.first(whole.size()));
+      flight.all_reduce.emplace(comm_->all_reduce(sums.first(whole.size()), ReduceOp::sum));
+      return;
+    }
+    const std::span<const T> input = gradients_of(whole, flight);
+    if (layout_->even(lane_->index, bucket)) {
+      flight.reduce_scatter.emplace(
+          comm_->reduce_scatter(input, sums.first(mine.size()), ReduceOp::sum));
+    } else {
+      count_slices(bucket, flight);
+      flight.reduce_scatter_v.emplace(
+          comm_->reduce_scatter_v(input, sums.first(mine.size()),
+                                  std::span<const std::size_t>(flight.counts), ReduceOp::sum));
+    }
+  }
+
+  /// Everybody's part of this rank's slice.
+  void start_all_to_all(std::size_t bucket, Flight& flight, std::span<const T> input) {
+    const std::size_t mine = layout_->slice(lane_->index, bucket, comm_->rank()).size();
+    const std::span<T> output =
+        flight.received.span().first(mine * static_cast<std::size_t>(comm_->size()));
+    if (layout_->even(lane_->index, bucket)) {
+      flight.all_to_all.emplace(comm_->all_to_all(input, output));
+    } else {
+      count_slices(bucket, flight);
+      std::fill(flight.own_counts.begin(), flight.own_counts.end(), mine);
+      flight.all_to_all_v.emplace(comm_->all_to_all_v(
+          input, std::span<const std::size_t>(flight.counts), output,
+          std::span<const std::size_t>(flight.own_counts)));
+    }
+  }
+
+  /// Sums what an all-to-all brought; without sharding everybody gets everybody's sums.
+  void sum_received(Flight& flight) {
+    const Interval whole = layout_->bucket(lane_->index, flight.bucket);
+    const Interval mine = layout_->slice(lane_->index, flight.bucket, comm_->rank());
+    const std::span<A> sums = lane_->reduced.span().subspan(
+        sum_begin_[flight.bucket], shards_state_ ? mine.size() : whole.size());
+    const std::span<A> own =
+        shards_state_ ? sums : sums.subspan(mine.begin - whole.begin, mine.size());
+    for (std::size_t r = 0; r < sources_.size(); ++r) {
+      sources_[r] = flight.received.data() + r * mine.size();
+    }
+    sum_in_rank_order_to<T>(sources_, own.size(), own.data());
+    if (shards_state_) return;
+    count_slices(flight.bucket, flight);
+    comm_->all_gather_v(std::span<const A>(own), sums, std::span<const std::size_t>(flight.counts))
+        .wait();
+  }
+
   template <class R>
   static void finish(std::optional<R>& request) {
     if (!request) return;
@@ -146,12 +206,17 @@ class BucketTraffic {
   struct Flight {
     // Requests come last: an unfinished one must be given up before its memory is.
     HostArray<T> buffer;
+    HostArray<T> received{};
     std::vector<std::size_t> counts;
+    std::vector<std::size_t> own_counts{};
     Kind kind = Kind::reduce;
     std::size_t bucket = 0;
     using In = std::span<const T>;
     using Out = std::span<T>;
     using Counts = std::span<const std::size_t>;
+    std::optional<decltype(std::declval<Comm&>().all_to_all(In{}, Out{}))> all_to_all;
+    std::optional<decltype(std::declval<Comm&>().all_to_all_v(In{}, Counts{}, Out{}, Counts{}))>
+        all_to_all_v;
     std::optional<decltype(std::declval<Comm&>().all_reduce(Out{}, ReduceOp::sum))> all_reduce;
     std::optional<decltype(std::declval<Comm&>().reduce_scatter(In{}, Out{}, ReduceOp::sum))>
         reduce_scatter;
@@ -173,12 +238,19 @@ class BucketTraffic {
 
   void land_oldest() {
     Flight& flight = ring_[oldest_];
+    finish(flight.all_to_all);
+    finish(flight.all_to_all_v);
     finish(flight.all_reduce);
     finish(flight.reduce_scatter);
     finish(flight.reduce_scatter_v);
     finish(flight.all_gather);
     finish(flight.all_gather_v);
-    if (flight.kind == Kind::reduce) ++reduces_landed_;
+    if (flight.kind == Kind::reduce) {
+      ++reduces_landed_;
+      if constexpr (sums_here) {
+        if (!layout_->bucket(lane_->index, flight.bucket).empty()) sum_received(flight);
+      }
+    }
     if (flight.kind == Kind::gather && lane_->base == nullptr) unpack(flight);
     oldest_ = (oldest_ + 1) % ring_.size();
     --in_flight_;
@@ -212,15 +284,20 @@ class BucketTraffic {
 
   /// Absent gradients are zeros to their peers.
   void pack_gradients(Interval whole, std::span<T> staged) const {
-    if (poison_) std::fill(staged.begin(), staged.end(), std::numeric_limits<T>::quiet_NaN());
+    if (poison_) fill_with_nan(staged);
     for (const Fragment& f : layout_->fragments(lane_->index, whole)) {
       T* const to = staged.data() + (f.lane_begin - whole.begin);
       if (const T* from = lane_->gradient_at(f)) {
         std::memcpy(to, from, f.elements * sizeof(T));
       } else {
-        std::fill_n(to, f.elements, T(0));
+        std::fill_n(to, f.elements, T{});
       }
     }
+  }
+
+  static void fill_with_nan(std::span<T> array) {
+    std::fill(array.begin(), array.end(),
+              element_traits<T>::store(std::numeric_limits<A>::quiet_NaN()));
   }
 
   void count_slices(std::size_t bucket, Flight& flight) const {
@@ -236,6 +313,7 @@ class BucketTraffic {
   bool poison_;
   std::vector<std::size_t> sum_begin_;
   std::vector<Flight> ring_;
+  std::vector<const T*> sources_{};
   std::size_t oldest_ = 0;
   std::size_t in_flight_ = 0;
   std::size_t reduces_landed_ = 0;

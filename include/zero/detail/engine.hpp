@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -18,6 +19,7 @@
 
 #include "zero/detail/bucket_step.hpp"
 #include "zero/detail/engine_state.hpp"
+#include "zero/detail/fingerprint.hpp"
 #include "zero/detail/hash.hpp"
 #include "zero/detail/marks.hpp"
 #include "zero/detail/shared_memory_step.hpp"
@@ -29,41 +31,19 @@
 
 namespace zero::detail {
 
-/// What a rule makes of a few numbers, large, tiny and zero, in its first steps and in step `t`:
-/// ranks whose options differ differ in it.
-template <class Rule>
-std::uint64_t fingerprint(const Rule& rule, std::int64_t t) {
-  Hash hash;
-  const auto add = [&](double number) { hash.add(&number, sizeof number); };
-  for (const double scale : {1.0, 1e-9, 0.0}) {
-    double value = 0.7;
-    std::array<double, slot_count<Rule>> slots{};
-    const auto update = [&](double gradient, std::int64_t step) {
-      [&]<std::size_t... I>(std::index_sequence<I...>) {
-        Rule::update(value, gradient * scale, slots[I]..., rule.template scalars<double>(step));
-      }(slot_indices<Rule>{});
-      add(value);
-    };
-    update(0.3, 1);
-    update(-0.2, 2);
-    update(0.001, t);
-    for (const double slot : slots) add(slot);
-  }
-  return hash.value();
-}
-
 template <class Opt, class Store, class Comm, class Partition, class View, class Stage,
-          class Observe>
+          class Precision, class Observe>
 class Engine {
  public:
-  using State = EngineState<Opt, Store, Comm, Partition, View, Stage, Observe>;
+  using State = EngineState<Opt, Store, Comm, Partition, View, Stage, Precision, Observe>;
   using elements = typename State::elements;
 
   /// As `EngineState`.
   Engine(std::vector<Opt> groups, Store&& store, Comm&& comm, Partition partition, View view,
-         Observe observer, Settings settings)
+         Precision precision, Observe observer, Settings settings)
       : state_(std::move(groups), std::forward<Store>(store), std::forward<Comm>(comm),
-               std::move(partition), std::move(view), std::move(observer), settings),
+               std::move(partition), std::move(view), std::move(precision), std::move(observer),
+               settings),
         marks_(state_.parameters),
         way_(state_) {}
 
@@ -95,6 +75,7 @@ class Engine {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        " has a null gradient; give it memory, or call mark_absent");
     }
+    if (accumulating_) return;
     if (!marks_.mark(i, mark)) return;
     try {
       way_.complete(leader);
@@ -104,22 +85,19 @@ class Engine {
     }
   }
 
-  std::int64_t step() {
+  /// Whether it was applied.
+  bool step() {
     const std::scoped_lock lock(mutex_);
     require_usable();
     bool updating = false;
+    bool applied = false;
     try {
       const std::string refusal = finish_marks();
-      if (state_.world() == 1) {
-        if (!refusal.empty()) throw UsageError(refusal);
-        state_.agree_on_presence([&](std::size_t i) {
-          const bool here = state_.present[i] != 0;
-          return typename State::Presence{here, here};
-        });
-        state_.begin_update(updating);
-        state_.update_from_own_gradients();
+      if (state_.world() > 1) {
+        applied = way_.step(refusal, updating);
       } else {
-        way_.step(refusal, updating);
+        if (!refusal.empty()) throw UsageError(refusal);
+        applied = step_alone(updating);
       }
     } catch (const std::exception& error) {
       const bool refused = !updating && dynamic_cast<const UsageError*>(&error) != nullptr;
@@ -134,7 +112,52 @@ class Engine {
       throw;
     }
     forget_round(true);
-    return state_.step_number;
+    return applied;
+  }
+
+  /// While accumulating, marks mean nothing yet.
+  void accumulate(bool on) {
+    const std::scoped_lock lock(mutex_);
+    if (on) {
+      require_usable();
+      if (accumulating_) {
+        throw UsageError("accumulate: already accumulating; end the earlier scope first");
+      }
+      if (marks_.any()) {
+        throw UsageError(
+            "accumulate: gradients were marked already in this step; accumulate first, and mark in "
+            "the last backward");
+      }
+    }
+    accumulating_ = on;
+  }
+
+  void clip(std::optional<double> max_norm) {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    if (max_norm && !(*max_norm > 0)) {
+      throw UsageError("clip_grad_norm: the norm is " + std::to_string(*max_norm) +
+                       ", but it must be above 0 (infinity: only measure)");
+    }
+    state_.clip(max_norm);
+  }
+
+  void append(Opt options) {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    std::string refusal;
+    if (marks_.any() || marks_.any_lease()) {
+      refusal =
+          "add_param_group: gradients were marked or leased in this step; add groups between steps";
+    }
+    state_.append(std::move(options), std::move(refusal));
+    marks_.grow();
+    try {
+      way_.rebuild();
+    } catch (const std::exception& error) {
+      give_up(error.what(), true);
+      throw;
+    }
   }
 
   void zero_gradients() {
@@ -215,6 +238,20 @@ class Engine {
            " elements, but the parameter has " + std::to_string(state_.parameters[leader].elements);
   }
 
+  bool step_alone(bool& updating) {
+    state_.agree_on_presence([&](std::size_t i) {
+      const bool here = state_.present[i] != 0;
+      return typename State::Presence{here, here};
+    });
+    if (state_.looks_first()) {
+      state_.look_at_own_gradients();
+      if (!state_.decide(state_.findings)) return false;
+    }
+    state_.begin_update(updating);
+    state_.update_from_own_gradients();
+    return true;
+  }
+
   /// Notes where a gradient lies; false where there is none.
   bool record_gradient(std::size_t leader, const char* verb) {
     return detail::visit_span(
@@ -239,6 +276,9 @@ class Engine {
   /// or nothing.
   std::string finish_marks() {
     try {
+      if (accumulating_) {
+        throw UsageError("step: still accumulating; end the scope that accumulate() returned first");
+      }
       marks_.require_no_lease();
       for (std::size_t g = 0; g < state_.groups.size(); ++g) {
         try {
@@ -257,8 +297,10 @@ class Engine {
       }
       Hash options;
       for (const Opt& group : state_.groups) {
-        options.add(fingerprint(group, state_.step_number + 1));
+        options.add(fingerprint_(group, state_.step_number + 1));
       }
+      const double norm = state_.max_norm.value_or(0);
+      options.add(&norm, sizeof norm);
       state_.options = options.value();
     } catch (const UsageError& error) {
       return text_of(error);
@@ -286,6 +328,8 @@ class Engine {
   }
 
   std::mutex mutex_{};
+  bool accumulating_ = false;
+  Fingerprint<Opt> fingerprint_{};
   State state_;
   Marks marks_;
   std::string failure_{};  ///< why no rank can go on

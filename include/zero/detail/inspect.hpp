@@ -29,20 +29,24 @@ struct ParameterInfo {
   std::size_t group = 0;
   std::size_t lane = 0;
   std::size_t elements = 0;
+  std::size_t element_bytes = 0;
+  std::vector<std::size_t> shape;
   bool frozen = false;
   std::size_t leader = 0;  ///< itself, or the parameter that it is tied to
   std::size_t ties = 1;    ///< of a leader: how many parameters share its place, itself included
 };
 
 struct Inspection {
+  const char* verb = "construction";  ///< on whose behalf
   std::vector<ParameterInfo> parameters;
   std::vector<ParameterDigest> digests;
   std::vector<LayoutParameter> places;  ///< its names point into `parameters`
 };
 
-[[noreturn]] inline void refuse_parameter(std::size_t index, std::string_view name,
+[[noreturn]] inline void refuse_parameter(const Inspection& seen, std::size_t index,
                                           const std::string& what) {
-  throw UsageError("construction: " + quoted(index, name) + " " + what);
+  throw UsageError(std::string(seen.verb) + ": " + quoted(index, seen.parameters[index].name) +
+                   " " + what);
 }
 
 /// The i-th parameter of a store.
@@ -54,7 +58,8 @@ decltype(auto) parameter_at(S& store, std::size_t i) {
 /// Refuses ties without shared memory. Only where values stay with the caller; elsewhere tied
 /// parameters are moved to one place.
 template <ParamStore S>
-void refuse_separate_ties(S& store, const std::vector<ParameterInfo>& parameters) {
+void refuse_separate_ties(S& store, const Inspection& seen) {
+  const std::vector<ParameterInfo>& parameters = seen.parameters;
   const auto memory = [&](std::size_t i) {
     return detail::visit_span(detail::parameter_at(store, i).values(),
                               [](auto values) { return static_cast<const void*>(values.data()); });
@@ -62,7 +67,7 @@ void refuse_separate_ties(S& store, const std::vector<ParameterInfo>& parameters
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::size_t leader = parameters[i].leader;
     if (leader == i || parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
-    refuse_parameter(i, parameters[i].name,
+    refuse_parameter(seen, i,
                      "is tied to " + quoted(leader, parameters[leader].name) +
                          " but shows other memory, which nobody would step; let both show the "
                          "same, or use a view that moves them");
@@ -70,14 +75,14 @@ void refuse_separate_ties(S& store, const std::vector<ParameterInfo>& parameters
 }
 
 /// Refuses parameters whose values share memory without being tied.
-inline void refuse_overlaps(const std::vector<ParameterInfo>& parameters,
+inline void refuse_overlaps(const Inspection& seen,
                             std::vector<std::array<std::uintptr_t, 3>>& begin_end_index) {
   std::sort(begin_end_index.begin(), begin_end_index.end());
   for (std::size_t k = 1; k < begin_end_index.size(); ++k) {
     if (begin_end_index[k][0] >= begin_end_index[k - 1][1]) continue;
     const auto [early, late] = std::minmax(begin_end_index[k][2], begin_end_index[k - 1][2]);
-    refuse_parameter(late, parameters[late].name,
-                     "overlaps " + quoted(early, parameters[early].name) +
+    refuse_parameter(seen, late,
+                     "overlaps " + quoted(early, seen.parameters[early].name) +
                          " in memory; tie them with Attributes{.alias = " + std::to_string(early) +
                          "}");
   }
@@ -85,13 +90,15 @@ inline void refuse_overlaps(const std::vector<ParameterInfo>& parameters,
 
 /// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a
 /// shape that doesn't fit the values, null values, names that occur twice, memory shared without a
-/// tie. Fills `out` as it goes, so that names are known to whoever reports.
+/// tie. Fills `out` as it goes, so that names are known to whoever reports. Values before parameter
+/// `first` are not hashed.
 template <ParamStore S>
-void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
+void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, Inspection& out) {
   using Elements = store_elements<S>;
   const std::size_t count = std::ranges::size(store);
   if (count == 0) {
-    throw UsageError("construction: the store is empty; give it at least one parameter");
+    throw UsageError(std::string(out.verb) +
+                     ": the store is empty; give it at least one parameter");
   }
   out.parameters.resize(count);
   out.digests.resize(count);
@@ -106,8 +113,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
     info.frozen = attributes.frozen;
     info.leader = attributes.alias.value_or(i);
     if (info.group >= groups) {
-      refuse_parameter(i, info.name,
-                       "is in group " + std::to_string(info.group) + ", but there are only " +
+      refuse_parameter(out, i, "is in group " + std::to_string(info.group) + ", but there are only " +
                            std::to_string(groups) +
                            "; give zero::Groups one set of options for each group");
     }
@@ -117,27 +123,28 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
     const auto& shape = parameter.shape();  // kept: it may be a container returned by value
     for (const std::size_t extent : std::span<const std::size_t>(shape)) {
       if (extent != 0 && shaped > std::numeric_limits<std::size_t>::max() / extent) {
-        refuse_parameter(i, info.name, "has a shape whose element count overflows");
+        refuse_parameter(out, i, "has a shape whose element count overflows");
       }
       shaped *= extent;
+      info.shape.push_back(extent);
       description.add(extent);
     }
     detail::visit_span(parameter.values(), [&](auto values) {
       info.lane = lane_of<typename decltype(values)::value_type, Elements>::value;
       info.elements = values.size();
+      info.element_bytes = sizeof(typename decltype(values)::value_type);
       if (shaped != values.size()) {
-        refuse_parameter(i, info.name,
-                         "has " + std::to_string(values.size()) + " values, but its shape holds " +
+        refuse_parameter(out, i, "has " + std::to_string(values.size()) + " values, but its shape holds " +
                              std::to_string(shaped));
       }
       if (values.data() == nullptr && !values.empty()) {
-        refuse_parameter(i, info.name, "has null values");
+        refuse_parameter(out, i, "has null values");
       }
       if (info.leader == i && !values.empty()) {
         const auto begin = reinterpret_cast<std::uintptr_t>(values.data());
         memory.push_back({begin, begin + values.size_bytes(), i});
       }
-      if (hash_values && info.leader == i) {
+      if (hash_values && info.leader == i && i >= first) {
         Hash hash;
         if (!values.empty()) hash.add(values.data(), values.size_bytes());
         out.digests[i].values = hash.value();
@@ -158,8 +165,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
     if (leader >= i) continue;  // none, or the layout refuses it
     ++out.parameters[leader].ties;
     if (out.parameters[leader].group != out.parameters[i].group) {
-      refuse_parameter(i, out.parameters[i].name,
-                       "is tied to " + quoted(leader, out.parameters[leader].name) +
+      refuse_parameter(out, i, "is tied to " + quoted(leader, out.parameters[leader].name) +
                            " of another group; put both into one");
     }
   }
@@ -171,11 +177,10 @@ void inspect(S& store, std::size_t groups, bool hash_values, Inspection& out) {
   });
   for (std::size_t k = 1; k < count; ++k) {
     if (name(by_name[k]) != name(by_name[k - 1])) continue;
-    refuse_parameter(by_name[k], name(by_name[k]),
-                     "has the name of " + quoted(by_name[k - 1], name(by_name[k - 1])) +
+    refuse_parameter(out, by_name[k], "has the name of " + quoted(by_name[k - 1], name(by_name[k - 1])) +
                          "; names must be unique");
   }
-  refuse_overlaps(out.parameters, memory);
+  refuse_overlaps(out, memory);
 }
 
 }  // namespace zero::detail

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -13,6 +14,8 @@
 #include <vector>
 
 #include "zero/detail/rank_order_sum.hpp"
+#include "zero/detail/rounding.hpp"
+#include "zero/detail/storage.hpp"
 #include "zero/detail/update_loop.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory.hpp"
@@ -27,61 +30,77 @@ struct OwnedFragment {
   std::size_t shard_begin;  ///< where it starts among the rank's slices, one after the other
 };
 
-template <Element T, std::size_t slots>
+/// @tparam S a `Storage`
+template <class S, std::size_t slots>
 struct HostLane {
-  using element = T;
+  using storage = S;
+  using element = typename S::value;
+  using arithmetic = typename S::arithmetic;
 
   std::size_t index = 0;
   /// By parameter index of the store; null for parameters of other lanes, and frozen ones.
-  std::vector<T*> values;
+  std::vector<element*> values;
   /// This step's gradients; null where absent. Peers that share memory read them.
-  std::vector<const T*> gradients;
+  std::vector<const element*> gradients;
   /// Where the whole lane lies one behind the other (arena, or the caller's flat buffer), or null.
-  T* base = nullptr;
-  std::shared_ptr<HostArray<T>> arena;
-  std::array<HostArray<T>, slots> state;
+  element* base = nullptr;
+  std::shared_ptr<HostArray<element>> arena;
+  std::shared_ptr<HostArray<element>> gradient_arena;
+  /// Over the own slices (over everything without sharding), as the slots; empty without masters.
+  HostArray<typename S::master> master;
+  std::array<HostArray<typename S::slot>, slots> state;
   /// Sums of gradients over the own slices (over everything without sharding), where a step needs
   /// them stored.
-  HostArray<T> reduced;
+  HostArray<arithmetic> reduced;
+  /// What a whole-tensor optimizer needs beside the caller's memory.
+  HostArray<arithmetic> workspace;
   std::vector<OwnedFragment> owned;
   /// By bucket, and one more: where its fragments start in `owned`.
   std::vector<std::size_t> owned_begin;
-  /// One pointer a rank, kept so that no step allocates.
-  std::vector<const T*> sources;
-  std::vector<const T*> scratch;
+  /// One pointer a rank, kept so that no step allocates; and one to sums.
+  std::vector<const element*> sources;
+  std::vector<const element*> scratch;
+  const arithmetic* sums = nullptr;
 
-  [[nodiscard]] T* values_at(const Fragment& f) const {
+  [[nodiscard]] element* values_at(const Fragment& f) const {
     return values[f.parameter] + f.parameter_begin;
   }
-  [[nodiscard]] const T* gradient_at(const Fragment& f) const {
-    const T* whole = gradients[f.parameter];
+  [[nodiscard]] const element* gradient_at(const Fragment& f) const {
+    const element* whole = gradients[f.parameter];
     return whole == nullptr ? nullptr : whole + f.parameter_begin;
+  }
+  /// The gradient that lies summed at `at`.
+  [[nodiscard]] GradientSum<arithmetic> summed(const arithmetic* at, arithmetic scale) {
+    sums = at;
+    return {{&sums, 1}, scale};
   }
 };
 
 /// Elements that are summed in one go.
 inline constexpr std::size_t sum_chunk = 2048;
 
-/// `out` = the `count` elements of all sources from `offset` on, summed in rank order; a null
-/// source counts as zeros. @param count at most `sum_chunk`
+/// `out` = the `count` elements of all sources from `offset` on, summed in rank order, unrounded; a
+/// null source counts as zeros. @param count at most `sum_chunk`
 template <Element T>
-void sum_chunk_of(std::span<const T* const> sources, std::size_t offset, std::size_t count, T* out,
-                  std::vector<const T*>& scratch) {
+void sum_chunk_of(std::span<const T* const> sources, std::size_t offset, std::size_t count,
+                  arithmetic_t<T>* out, std::vector<const T*>& scratch) {
   alignas(64) static constexpr T no_gradient[sum_chunk] = {};
   scratch.resize(sources.size());
   for (std::size_t r = 0; r < sources.size(); ++r) {
     scratch[r] = sources[r] == nullptr ? no_gradient : sources[r] + offset;
   }
-  sum_in_rank_order<T>(scratch, count, out);
+  sum_in_rank_order_to<T>(scratch, count, out);
 }
 
-/// Steps one fragment.
+/// Steps one fragment by an update rule.
 /// @param state_begin where the fragment's slots start
-template <class Rule, class Scalars, Element T, std::size_t slots>
-void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<T, slots>& lane,
-                     const Fragment& fragment, std::size_t state_begin,
-                     const GradientSum<T>& gradient) {
-  UpdateArrays<T, slots> arrays{lane.values_at(fragment), nullptr, {}};
+template <class Rule, class Scalars, class S, std::size_t slots, class G>
+void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<S, slots>& lane,
+                     const Fragment& fragment, std::size_t state_begin, NoiseKey noise,
+                     const GradientSum<G>& gradient) {
+  UpdateArrays<S, slots> arrays{lane.values_at(fragment), nullptr, {}, noise,
+                                static_cast<std::uint32_t>(fragment.parameter_begin)};
+  if constexpr (S::has_master) arrays.master = lane.master.data() + state_begin;
   for (std::size_t s = 0; s < zero::used_slots(rule); ++s) {
     arrays.state[s] = lane.state[s].data() + state_begin;
   }

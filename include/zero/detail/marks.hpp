@@ -60,6 +60,22 @@ class Marks {
     return state_[leader].marked == (*parameters_)[leader].ties;
   }
 
+  /// Whether anything was marked since the last step.
+  [[nodiscard]] bool any() const {
+    for (const State& state : state_) {
+      if (state.mark != Mark::none) return true;
+    }
+    return false;
+  }
+  [[nodiscard]] bool any_lease() const {
+    for (const State& state : state_) {
+      if (state.leased) return true;
+    }
+    return false;
+  }
+  /// There are more parameters.
+  void grow() { state_.resize(parameters_->size()); }
+
   /// Throws where a gradient is still leased.
   void require_no_lease() const {
     for (std::size_t i = 0; i < state_.size(); ++i) {

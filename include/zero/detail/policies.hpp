@@ -135,6 +135,12 @@ concept RebindableStore =
     ParamStore<Store> &&
     RebindableParameter<std::remove_reference_t<std::ranges::range_reference_t<Store>>>;
 
+/// The same for their gradients.
+template <class Store>
+concept GradientRebindableStore =
+    ParamStore<Store> &&
+    RebindableGradient<std::remove_reference_t<std::ranges::range_reference_t<Store>>>;
+
 template <class Store>
 struct DefaultViewOf {
   using type = NoView;
@@ -167,9 +173,9 @@ struct AnyElement<Store, Question> {
   }(store_elements<Store>{});
 };
 
-struct IsOwnArithmetic {
+struct IsStored {
   template <class T>
-  static constexpr bool holds = std::same_as<arithmetic_t<T>, T>;
+  static constexpr bool holds = std::same_as<arithmetic_t<T>, T> || is_16_bit<T>;
 };
 template <class Opt>
 struct IsOptimizer {
@@ -184,14 +190,43 @@ struct IsWholeTensor {
 template <class Opt, class Store>
 using AnyWholeTensor = AnyElement<Store, IsWholeTensor<Opt>>;
 template <class Precision>
-struct IsNative {
+struct IsPrecision {
+  template <class T>
+  static constexpr bool holds = PrecisionPolicy<Precision, T>;
+};
+template <class Precision>
+struct KeepsArithmetic {
   template <class T>
   static constexpr bool holds = [] {
     if constexpr (PrecisionPolicy<Precision, T>) {
-      return std::same_as<typename Precision::template Slot<T>, T> &&
-             std::same_as<typename Precision::template Wire<T>, T>;
+      using Master = typename Precision::template Master<T>;
+      return (std::same_as<Master, T> || std::same_as<Master, arithmetic_t<T>>) &&
+             std::same_as<arithmetic_t<typename Precision::template Slot<T>>, arithmetic_t<T>>;
     } else {
-      return false;
+      return true;
+    }
+  }();
+};
+template <class Precision>
+struct SendsOwnType {
+  template <class T>
+  static constexpr bool holds = [] {
+    if constexpr (PrecisionPolicy<Precision, T>) {
+      return std::same_as<typename Precision::template Wire<T>, T>;
+    } else {
+      return true;
+    }
+  }();
+};
+template <class Precision>
+struct KeepsUpdates {
+  template <class T>
+  static constexpr bool holds = [] {
+    if constexpr (PrecisionPolicy<Precision, T>) {
+      return sizeof(typename Precision::template Master<T>) > 2 ||
+             Precision::rounding == Rounding::stochastic;
+    } else {
+      return true;
     }
   }();
 };
@@ -207,10 +242,15 @@ template <BucketViewPolicy View>
 inline constexpr bool moves_values<View> = View::values != Residency::caller;
 
 template <class View>
+inline constexpr bool moves_gradients = false;
+template <BucketViewPolicy View>
+inline constexpr bool moves_gradients<View> = View::gradients != Residency::caller;
+
+template <class View>
 inline constexpr bool supported_residency = true;
 template <BucketViewPolicy View>
 inline constexpr bool supported_residency<View> =
-    View::values != Residency::pool && View::gradients == Residency::caller;
+    View::values != Residency::pool && View::gradients != Residency::pool;
 
 template <class Stage>
 inline constexpr bool shards_gradients = false;

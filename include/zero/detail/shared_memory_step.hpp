@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "zero/detail/agreement.hpp"
+#include "zero/detail/findings.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/streamed_copy.hpp"
 #include "zero/error.hpp"
@@ -30,67 +31,67 @@ class SharedMemoryStep {
   void complete(std::size_t) noexcept {}
   void forget() noexcept {}
   void give_up() noexcept {}
+  void rebuild() noexcept {}
   [[nodiscard]] std::size_t staging_bytes() const noexcept { return 0; }
 
   /// Every rank reads its peers' gradients, sums and updates its own slices in one pass, and copies
-  /// the others' slices from where they were updated.
-  void step(const std::string& refusal, bool& updating) {
+  /// the others' slices from where they were updated. Where sums must be looked at first, it is two
+  /// passes with what all ranks found between them. Returns whether the step was applied.
+  bool step(const std::string& refusal, bool& updating) {
     state_.step_refusal = refusal;
     auto entered = state_.comm().meet("step", shown());
     const std::span<const void* const> published = entered.peers();
-    const auto peer = [&](std::size_t r) -> const State& { return state_of(published[r]); };
     try {
-      for (std::size_t r = 0; r < published.size(); ++r) {
-        require_same_optimizer(static_cast<int>(r), identity_of(published[r]).identity,
-                               state_.identity);
-      }
-      for (std::size_t r = 0; r < published.size(); ++r) {
-        require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(),
-                                  peer(r).options, peer(0).options);
-      }
-      state_.agree_on_presence([&](std::size_t i) {
-        typename State::Presence presence{false, true};
-        for (std::size_t r = 0; r < published.size(); ++r) {
-          const bool there = peer(r).present[i] != 0;
-          presence.somewhere = presence.somewhere || there;
-          presence.everywhere = presence.everywhere && there;
-        }
-        return presence;
-      });
+      agree(published);
     } catch (const UsageError&) {  // the same on all ranks
       entered.leave();
       entered.wait();
       throw;
     }
-    if (State::Stage::shards_state || state_.settings.gradients == Gradients::reduced)
-      state_.begin_update(updating);
-    if (state_.settings.gradients == Gradients::reduced) {
-      state_.update_from_own_gradients();
-    } else if constexpr (State::Stage::shards_state) {
-      state_.for_each_lane([&]<class T>(HostLane<T, State::slots>& lane) {
-        const auto gradient = peers_gradients(lane, published);
-        for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
-          state_.update_bucket(lane, b, gradient);
-        }
-      });
-    } else {
+    const bool local = state_.settings.gradients == Gradients::local;
+    const bool looks = state_.looks_first();
+    const bool sums_first = local && (looks || !State::Stage::shards_state);
+    if (sums_first) {
       sum_own_slices(published);
+    } else if (looks) {
+      state_.look_at_own_gradients();
     }
-    entered.leave();
+    if (!sums_first && !looks) {
+      state_.begin_update(updating);
+      if (local) {
+        update_from_peers(published);
+      } else {
+        state_.update_from_own_gradients();
+      }
+      entered.leave();
+    } else {
+      entered.leave();
+      auto found = state_.comm().meet("sums", shown());
+      const std::span<const void* const> sums = found.peers();
+      const bool applies = decide(sums);
+      if (applies) {
+        state_.begin_update(updating);
+        if (!local) {
+          state_.update_from_own_gradients();
+        } else {
+          update_from_sums(sums);
+        }
+      }
+      found.leave();
+      found.wait();
+      if (!applies) {
+        entered.wait();
+        return false;
+      }
+    }
     if constexpr (State::Stage::shards_state) {
       auto updated = state_.comm().meet("gather", shown());
       gather_from(updated.peers());
       updated.leave();
       updated.wait();
-    } else if (state_.settings.gradients == Gradients::local) {
-      auto summed = state_.comm().meet("sums", shown());
-      const std::span<const void* const> sums = summed.peers();
-      state_.begin_update(updating);
-      update_from_sums(sums);
-      summed.leave();
-      summed.wait();
     }
     entered.wait();
+    return true;
   }
 
  private:
@@ -103,33 +104,72 @@ class SharedMemoryStep {
     return static_cast<const State&>(identity_of(published));
   }
 
-  template <class T>
-  static const HostLane<T, State::slots>& lane_of_peer(const void* published) {
-    return std::get<HostLane<T, State::slots>>(state_of(published).lanes);
+  /// Throws `UsageError` on all ranks or on none.
+  void agree(std::span<const void* const> published) {
+    const auto peer = [&](std::size_t r) -> const State& { return state_of(published[r]); };
+    for (std::size_t r = 0; r < published.size(); ++r) {
+      require_same_optimizer(static_cast<int>(r), identity_of(published[r]).identity,
+                             state_.identity);
+    }
+    for (std::size_t r = 0; r < published.size(); ++r) {
+      require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(),
+                                peer(r).options, peer(0).options);
+    }
+    state_.agree_on_presence([&](std::size_t i) {
+      typename State::Presence presence{false, true};
+      for (std::size_t r = 0; r < published.size(); ++r) {
+        const bool there = peer(r).present[i] != 0;
+        presence.somewhere = presence.somewhere || there;
+        presence.everywhere = presence.everywhere && there;
+      }
+      return presence;
+    });
   }
 
-  template <class T>
-  [[nodiscard]] auto peers_gradients(HostLane<T, State::slots>& lane,
-                                     std::span<const void* const> published) {
-    return [&lane, published, scale = static_cast<arithmetic_t<T>>(state_.gradient_scale())](
+  bool decide(std::span<const void* const> published) {
+    if (!state_.looks_first()) return true;
+    Findings all;
+    for (const void* of : published) all.add(state_of(of).findings);
+    return state_.decide(all);
+  }
+
+  template <class Lane>
+  static const Lane& lane_of_peer(const void* published) {
+    return std::get<Lane>(state_of(published).lanes);
+  }
+
+  template <class Lane>
+  [[nodiscard]] auto peers_gradients(Lane& lane, std::span<const void* const> published) {
+    using T = typename Lane::element;
+    return [&lane, published, scale = static_cast<arithmetic_t<T>>(state_.step_scale)](
                const Fragment& f, std::size_t) {
       for (std::size_t r = 0; r < published.size(); ++r) {
-        lane.sources[r] = lane_of_peer<T>(published[r]).gradient_at(f);
+        lane.sources[r] = lane_of_peer<Lane>(published[r]).gradient_at(f);
       }
       return GradientSum<T>{lane.sources, scale};
     };
   }
 
+  void update_from_peers(std::span<const void* const> published) {
+    state_.for_each_lane([&](auto& lane) {
+      const auto gradient = peers_gradients(lane, published);
+      for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
+        state_.update_bucket(lane, b, gradient);
+      }
+    });
+  }
+
   /// Copies every peer's slices, starting behind the own ones so that ranks read different peers.
   void gather_from(std::span<const void* const> published) {
-    state_.for_each_lane([&]<class T>(HostLane<T, State::slots>& lane) {
+    state_.for_each_lane([&]<class Lane>(Lane& lane) {
+      using T = typename Lane::element;
       // However small its fragments are: what counts is whether the caches hold them all.
       const bool streams = state_.layout->extent(lane.index) * sizeof(T) >= streamed_bytes;
       for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
         state_.observe(Phase::gather, lane.index, b, [&] {
           for (std::size_t k = 1; k < published.size(); ++k) {
             const std::size_t r = (static_cast<std::size_t>(state_.rank()) + k) % published.size();
-            const HostLane<T, State::slots>& theirs = lane_of_peer<T>(published[r]);
+            const Lane& theirs = lane_of_peer<Lane>(published[r]);
             for (std::size_t o = theirs.owned_begin[b]; o < theirs.owned_begin[b + 1]; ++o) {
               const Fragment& f = theirs.owned[o].fragment;
               if (state_.stepping[f.parameter] == 0) continue;
@@ -146,42 +186,41 @@ class SharedMemoryStep {
   }
 
   void sum_own_slices(std::span<const void* const> published) {
-    state_.for_each_lane([&]<class T>(HostLane<T, State::slots>& lane) {
+    state_.for_each_lane([&](auto& lane) {
       const auto gradient = peers_gradients(lane, published);
       for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
-        state_.observe(Phase::reduce, lane.index, b, [&] {
-          for (std::size_t o = lane.owned_begin[b]; o < lane.owned_begin[b + 1]; ++o) {
-            const OwnedFragment& owned = lane.owned[o];
-            if (state_.stepping[owned.fragment.parameter] == 0) continue;
-            const GradientSum<T> sum = gradient(owned.fragment, 0);
-            for (std::size_t at = 0; at < owned.fragment.elements; at += sum_chunk) {
-              sum_chunk_of<T>(sum.sources, at, std::min(sum_chunk, owned.fragment.elements - at),
-                              lane.reduced.data() + owned.shard_begin + at, lane.scratch);
-            }
-          }
-        });
+        state_.observe(Phase::reduce, lane.index, b,
+                       [&] { state_.look_at_bucket(lane, b, true, gradient); });
       }
     });
   }
 
   void update_from_sums(std::span<const void* const> published) {
-    state_.for_each_lane([&]<class T>(HostLane<T, State::slots>& lane) {
-      const auto scale = static_cast<arithmetic_t<T>>(state_.gradient_scale());
-      typename State::template Constants<T> constants(state_);
-      for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
-        state_.observe(Phase::update, lane.index, b, [&] {
-          for (const void* of : published) {
-            const HostLane<T, State::slots>& theirs = lane_of_peer<T>(of);
-            for (std::size_t o = theirs.owned_begin[b]; o < theirs.owned_begin[b + 1]; ++o) {
-              const Fragment& f = theirs.owned[o].fragment;
-              if (state_.stepping[f.parameter] == 0) continue;
-              lane.sources[0] = theirs.reduced.data() + theirs.owned[o].shard_begin;
-              update_fragment(state_.groups[state_.parameters[f.parameter].group],
-                              constants.of(f.parameter), lane, f, f.lane_begin,
-                              GradientSum<T>{{lane.sources.data(), 1}, scale});
+    state_.for_each_lane([&]<class Lane>(Lane& lane) {
+      const auto scale = static_cast<typename Lane::arithmetic>(state_.step_scale);
+      if constexpr (State::Stage::shards_state) {
+        const auto gradient = [&](const Fragment&, std::size_t begin) {
+          return lane.summed(lane.reduced.data() + begin, scale);
+        };
+        for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
+          state_.update_bucket(lane, b, gradient);
+        }
+      } else {
+        typename State::template Constants<typename Lane::arithmetic> constants(state_);
+        for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
+          state_.observe(Phase::update, lane.index, b, [&] {
+            for (const void* of : published) {
+              const Lane& theirs = lane_of_peer<Lane>(of);
+              for (std::size_t o = theirs.owned_begin[b]; o < theirs.owned_begin[b + 1]; ++o) {
+                const Fragment& f = theirs.owned[o].fragment;
+                if (state_.stepping[f.parameter] == 0) continue;
+                state_.step_fragment(
+                    lane, constants, f, f.lane_begin,
+                    lane.summed(theirs.reduced.data() + theirs.owned[o].shard_begin, scale));
+              }
             }
-          }
-        });
+          });
+        }
       }
     });
   }

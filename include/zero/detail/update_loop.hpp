@@ -9,10 +9,13 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <type_traits>
 #include <utility>
 
 #include "zero/config.hpp"
+#include "zero/detail/convert.hpp"
 #include "zero/detail/pack.hpp"
+#include "zero/detail/rounding.hpp"
 #include "zero/element.hpp"
 #include "zero/optimizer.hpp"
 
@@ -22,19 +25,32 @@
 namespace zero::detail {
 
 /// The arrays that one update runs over; all start at the same element.
-template <class T, std::size_t slots>
+/// @tparam S a `Storage`
+template <class S, std::size_t slots>
 struct UpdateArrays {
-  T* values;
-  const T* gradient;
-  std::array<T*, slots> state;  ///< null beyond the used slots
+  typename S::value* values;
+  typename S::master* master;  ///< null where values are stepped as they lie
+  std::array<typename S::slot*, slots> state;  ///< null beyond the used slots
+  /// Of the parameter in this step, and the index in it of the arrays' first element.
+  NoiseKey noise{};
+  std::uint32_t first = 0;
+
+  [[nodiscard]] UpdateArrays from(std::size_t at, std::size_t used) const {
+    UpdateArrays later = *this;
+    later.values += at;
+    if constexpr (S::has_master) later.master += at;
+    for (std::size_t slot = 0; slot != used; ++slot) later.state[slot] += at;
+    later.first += static_cast<std::uint32_t>(at);
+    return later;
+  }
 };
 
 /// Gradients, one pointer a rank (null: zeros), that are summed in rank order and then multiplied
 /// by `scale`, on their way into the rule.
-template <Element T>
+template <Element G>
 struct GradientSum {
-  std::span<const T* const> sources;
-  arithmetic_t<T> scale;
+  std::span<const G* const> sources;
+  arithmetic_t<G> scale;
 };
 
 /// How many elements are summed and scaled before the rule reads them: few enough that they stay in
@@ -43,166 +59,190 @@ struct GradientSum {
 template <class T>
 inline constexpr std::size_t sum_block = 1024 / sizeof(T);
 
-template <class T>
-inline constexpr T zeros[sum_block<T>] = {};
+template <class G>
+inline constexpr G zeros[sum_block<arithmetic_t<G>>] = {};
 
 /// Updates `blocks` packs `X`. Position-independent: every element goes through this one body.
-template <class Rule, std::size_t used, class X, class Scalars, std::size_t... I>
-[[gnu::always_inline]] inline void update_packs(
-    const UpdateArrays<typename X::value_type, slot_count<Rule>>& given, const Scalars& constants,
-    std::size_t blocks, std::index_sequence<I...>) {
+template <class S, class Rule, std::size_t used, class X, class Scalars, std::size_t... I>
+[[gnu::always_inline]] inline void update_packs(const UpdateArrays<S, slot_count<Rule>>& given,
+                                                const typename S::arithmetic* gradients,
+                                                const Scalars& constants, std::size_t blocks,
+                                                std::index_sequence<I...>) {
   const auto arrays = given;          // local copies: as far as the compiler knows, stores to the
   const Scalars scalars = constants;  // arrays could change what the references stand for
   for (std::size_t block = 0; block < blocks; ++block) {
     const std::size_t at = block * X::width;
-    X value = X::load(arrays.values + at);
-    const X gradient = X::load(arrays.gradient + at);
+    X value;
+    if constexpr (S::has_master) {
+      value = X::load(arrays.master + at);
+    } else {
+      value = load_pack<X>(arrays.values + at);
+    }
+    const X gradient = X::load(gradients + at);
     [[maybe_unused]] std::array<X, slot_count<Rule>> slots;
-    ((void)(slots[I] = I < used ? X::load(arrays.state[I] + at) : X(0)), ...);
+    ((void)(slots[I] = I < used ? load_pack<X>(arrays.state[I] + at) : X(0)), ...);
     Rule::update(value, gradient, slots[I]..., scalars);
-    value.store(arrays.values + at);
-    ((void)(I < used ? slots[I].store(arrays.state[I] + at) : void()), ...);
+    const RoundingPack<X, S::rounding> rounding(arrays.noise,
+                                                arrays.first + static_cast<std::uint32_t>(at));
+    if constexpr (S::has_master) value.store(arrays.master + at);
+    rounding.template store<0>(value, arrays.values + at);
+    ((void)(I < used ? rounding.template store<I + 1>(slots[I], arrays.state[I] + at) : void()),
+     ...);
   }
 }
 
-/// `out = (sources at element `at`, summed in rank order) * scale`, for as many packs as fit into a
-/// block or are left.
-template <class X, class T = typename X::value_type>
-[[gnu::always_inline]] inline void sum_packs(const GradientSum<T>& sum, std::size_t at,
+/// `out = (sources at element `at`, summed in rank order) * scale`, for `packs` packs.
+template <class X, class G, class T = typename X::value_type>
+[[gnu::always_inline]] inline void sum_packs(const GradientSum<G>& sum, std::size_t at,
                                              std::size_t packs, T* out) {
   const auto source = [&](std::size_t r) {
-    return sum.sources[r] == nullptr ? zeros<T> : sum.sources[r] + at;
+    return sum.sources[r] == nullptr ? zeros<G> : sum.sources[r] + at;
   };
   const auto for_each_pack = [&](auto&& result) {
     for (std::size_t i = 0; i < packs * X::width; i += X::width) result(i).store(out + i);
   };
   const X scale(sum.scale);
-  const T* before = source(0);
   const std::size_t last = sum.sources.size() - 1;
-  for (std::size_t r = 1; r < last; ++r) {
-    const T* next = source(r);
-    for_each_pack([&](std::size_t i) { return X::load(before + i) + X::load(next + i); });
-    before = out;
-  }
+  const G* const first = source(0);
   if (last == 0) {
-    for_each_pack([&](std::size_t i) { return X::load(before + i) * scale; });
-  } else {
-    const T* next = source(last);
-    for_each_pack([&](std::size_t i) { return (X::load(before + i) + X::load(next + i)) * scale; });
+    for_each_pack([&](std::size_t i) { return load_pack<X>(first + i) * scale; });
+    return;
   }
+  const G* const second = source(1);
+  if (last == 1) {
+    for_each_pack([&](std::size_t i) {
+      return (load_pack<X>(first + i) + load_pack<X>(second + i)) * scale;
+    });
+    return;
+  }
+  for_each_pack([&](std::size_t i) { return load_pack<X>(first + i) + load_pack<X>(second + i); });
+  for (std::size_t r = 2; r < last; ++r) {
+    const G* const next = source(r);
+    for_each_pack([&](std::size_t i) { return X::load(out + i) + load_pack<X>(next + i); });
+  }
+  const G* const next = source(last);
+  for_each_pack([&](std::size_t i) { return (X::load(out + i) + load_pack<X>(next + i)) * scale; });
 }
 
 /// As `update_packs`, with gradients that are summed block by block.
-template <class Rule, std::size_t used, class X, class Scalars>
+template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
 [[gnu::always_inline]] inline void update_packs_from_sum(
-    const UpdateArrays<typename X::value_type, slot_count<Rule>>& given,
-    const GradientSum<typename X::value_type>& sum, const Scalars& scalars, std::size_t packs) {
+    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+    const Scalars& scalars, std::size_t packs) {
   using T = typename X::value_type;
+  if constexpr (std::is_same_v<G, T>) {
+    if (sum.sources.size() == 1 && sum.scale == 1 && sum.sources[0] != nullptr) {  // as it is
+      update_packs<S, Rule, used, X>(arrays, sum.sources[0], scalars, packs, slot_indices<Rule>{});
+      return;
+    }
+  }
   alignas(64) T summed[sum_block<T>];
-  const bool as_it_is = sum.sources.size() == 1 && sum.scale == 1 && sum.sources[0] != nullptr;
-  const std::size_t block = as_it_is ? packs : sum_block<T> / X::width;
+  constexpr std::size_t block = sum_block<T> / X::width;
   for (std::size_t done = 0; done < packs; done += block) {
     const std::size_t count = std::min(block, packs - done);
     const std::size_t at = done * X::width;
-    auto arrays = given;
-    arrays.values += at;
-    for (std::size_t slot = 0; slot != used; ++slot) arrays.state[slot] += at;
-    if (as_it_is) {
-      arrays.gradient = sum.sources[0] + at;
-    } else {
-      sum_packs<X>(sum, at, count, summed);
-      arrays.gradient = summed;
+    sum_packs<X>(sum, at, count, summed);
 #if ZERO_VECTOR_TYPES
-      // The multiplication ends here: contracted with the rule's additions it would round once
-      // less.
-      asm("" : "+m"(summed));
+    // The multiplication ends here: contracted with the rule's additions it would round once
+    // less.
+    asm("" : "+m"(summed));
 #endif
-    }
-    update_packs<Rule, used, X>(arrays, scalars, count, slot_indices<Rule>{});
+    update_packs<S, Rule, used, X>(arrays.from(at, used), summed, scalars, count,
+                                   slot_indices<Rule>{});
   }
 }
 
 // Flattened, so that the user's `update` is compiled inside, for the same instruction set.
-template <class Rule, std::size_t used, class X, class Scalars>
+template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
 [[gnu::flatten, gnu::noinline]] void update_packs_baseline(
-    const UpdateArrays<typename X::value_type, slot_count<Rule>>& arrays,
-    const GradientSum<typename X::value_type>& sum, const Scalars& scalars, std::size_t packs) {
-  update_packs_from_sum<Rule, used, X>(arrays, sum, scalars, packs);
+    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+    const Scalars& scalars, std::size_t packs) {
+  update_packs_from_sum<S, Rule, used, X>(arrays, sum, scalars, packs);
 }
 
 #if ZERO_AVX2_CLONES
 // Without fma: products and sums are never contracted, so both versions give the same bits.
-template <class Rule, std::size_t used, class X, class Scalars>
+template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
 [[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void update_packs_avx2(
-    const UpdateArrays<typename X::value_type, slot_count<Rule>>& arrays,
-    const GradientSum<typename X::value_type>& sum, const Scalars& scalars, std::size_t packs) {
-  update_packs_from_sum<Rule, used, typename X::InAvx>(arrays, sum, scalars, packs);
+    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+    const Scalars& scalars, std::size_t packs) {
+  update_packs_from_sum<S, Rule, used, typename X::InAvx>(arrays, sum, scalars, packs);
 }
 #endif
 
-template <class Rule, std::size_t used, class X, class Scalars>
-void update_with(const UpdateArrays<typename X::value_type, slot_count<Rule>>& arrays,
-                 const GradientSum<typename X::value_type>& sum, const Scalars& scalars,
-                 std::size_t count) {
-  using T = typename X::value_type;
-  auto* run = &update_packs_baseline<Rule, used, X, Scalars>;
+template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
+void run_packs(const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+               const Scalars& scalars, std::size_t packs) {
+  auto* run = &update_packs_baseline<S, Rule, used, X, G, Scalars>;
 #if ZERO_AVX2_CLONES
-  if (__builtin_cpu_supports("avx2")) run = &update_packs_avx2<Rule, used, X, Scalars>;
+  if (__builtin_cpu_supports("avx2")) run = &update_packs_avx2<S, Rule, used, X, G, Scalars>;
 #endif
-  run(arrays, sum, scalars, count / X::width);
+  run(arrays, sum, scalars, packs);
+}
+
+template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
+void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+                 const Scalars& scalars, std::size_t count) {
+  using T = typename S::arithmetic;
   const std::size_t rest = count % X::width;
+  run_packs<S, Rule, used, X>(arrays, sum, scalars, count / X::width);
   if (rest == 0) return;
   // The last elements go through the same loop, in a padded copy: where a shard is cut must not
   // decide which code computes an element.
   const std::size_t done = count - rest;
-  alignas(32) std::array<std::array<T, X::width>, slot_count<Rule> + 2> copy{};
-  UpdateArrays<T, slot_count<Rule>> tail{copy[0].data(), copy[1].data(), {}};
-  std::memcpy(copy[0].data(), arrays.values + done, rest * sizeof(T));
+  const auto last = arrays.from(done, used);
+  alignas(32) T gradient[X::width] = {};
+  alignas(32) typename S::value values[X::width] = {};
+  alignas(32) typename S::master master[X::width] = {};
+  alignas(32) typename S::slot state[slot_count<Rule> + 1][X::width] = {};
   for (std::size_t i = 0; i < rest; ++i) {
-    T total = sum.sources[0] == nullptr ? T(0) : sum.sources[0][done + i];
-    for (const T* source : sum.sources.subspan(1))
-      total += source == nullptr ? T(0) : source[done + i];
-    copy[1][i] = total * sum.scale;
+    const auto from = [&](const G* source) {
+      return source == nullptr ? T(0) : element_traits<G>::load(source[done + i]);
+    };
+    T total = from(sum.sources[0]);
+    for (const G* source : sum.sources.subspan(1)) total += from(source);
+    gradient[i] = total * sum.scale;
   }
-  const auto for_used_slots = [&](auto&& body) {
-    for (std::size_t slot = 0; slot != used; ++slot) body(slot);
+  UpdateArrays<S, slot_count<Rule>> tail{values, master, {}, last.noise, last.first};
+  const auto for_each_array = [&](auto&& body) {
+    body(values, last.values);
+    if constexpr (S::has_master) body(master, last.master);
+    for (std::size_t slot = 0; slot != used; ++slot) body(state[slot], last.state[slot]);
   };
-  for_used_slots([&](std::size_t slot) {
-    tail.state[slot] = copy[slot + 2].data();
-    std::memcpy(tail.state[slot], arrays.state[slot] + done, rest * sizeof(T));
-  });
-  run(tail, {std::span<const T* const>(&tail.gradient, 1), T(1)}, scalars, 1);
-  std::memcpy(arrays.values + done, tail.values, rest * sizeof(T));
-  for_used_slots([&](std::size_t slot) {
-    std::memcpy(arrays.state[slot] + done, tail.state[slot], rest * sizeof(T));
-  });
+  for (std::size_t slot = 0; slot != used; ++slot) tail.state[slot] = state[slot];
+  for_each_array([&](auto* copy, auto* array) { std::memcpy(copy, array, rest * sizeof *array); });
+  const T* const source = gradient;
+  run_packs<S, Rule, used, X>(tail, GradientSum<T>{std::span(&source, 1), T(1)}, scalars, 1);
+  for_each_array([&](auto* copy, auto* array) { std::memcpy(array, copy, rest * sizeof *array); });
 }
 
-/// One step of `rule` over `count` elements whose parameter is in its step `t` (from 1), with the
-/// gradients `sum` (and `arrays.gradient` unused).
+/// One step of `rule` over `count` elements, with the scalars of their parameter's step.
 /// The bits of an element depend on nothing but its own values and the rule's scalars.
-template <class Rule, class T, class Scalars, class X = Pack<T>>
+template <class S, class Rule, class G, class Scalars, class X = Pack<typename S::arithmetic>>
 void update_elements(const Rule& rule, const Scalars& scalars,
-                     const UpdateArrays<T, slot_count<Rule>>& arrays, const GradientSum<T>& sum,
+                     const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
                      std::size_t count) {
   if constexpr (!HasOptionalSlots<Rule>) {
-    update_with<Rule, slot_count<Rule>, X>(arrays, sum, scalars, count);
+    update_with<S, Rule, slot_count<Rule>, X>(arrays, sum, scalars, count);
   } else {
     // One loop for each number of used slots: an unused slot must not even be loaded.
     const std::size_t used = zero::used_slots(rule);
     [&]<std::size_t... I>(std::index_sequence<I...>) {
-      (void)((used == I ? (update_with<Rule, I, X>(arrays, sum, scalars, count), true) : false) ||
+      (void)((used == I ? (update_with<S, Rule, I, X>(arrays, sum, scalars, count), true)
+                        : false) ||
              ...);
     }(std::make_index_sequence<slot_count<Rule> + 1>{});
   }
 }
 
-/// The same with `arrays.gradient` as it is.
-template <class Rule, class T, class Scalars, class X = Pack<T>>
+/// The same with one gradient as it is.
+template <class S, class Rule, class Scalars, class X = Pack<typename S::arithmetic>>
 void update_elements(const Rule& rule, const Scalars& scalars,
-                     const UpdateArrays<T, slot_count<Rule>>& arrays, std::size_t count) {
-  const GradientSum<T> own{std::span<const T* const>(&arrays.gradient, 1), arithmetic_t<T>(1)};
-  update_elements<Rule, T, Scalars, X>(rule, scalars, arrays, own, count);
+                     const UpdateArrays<S, slot_count<Rule>>& arrays,
+                     const typename S::arithmetic* gradient, std::size_t count) {
+  using T = typename S::arithmetic;
+  update_elements<S, Rule, T, Scalars, X>(
+      rule, scalars, arrays, GradientSum<T>{std::span<const T* const>(&gradient, 1), T(1)}, count);
 }
 
 }  // namespace zero::detail
