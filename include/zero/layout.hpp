@@ -56,6 +56,7 @@ struct LayoutParameter {
   std::size_t lane = 0;
   Attributes attributes{};
   std::string_view name{};  ///< for messages only
+  std::size_t group = 0;    ///< a whole-tensor partition balances group after group
 };
 
 /// How a lane is laid out.
@@ -70,13 +71,14 @@ struct LayoutLane {
 /// An immutable value computed from shapes, attributes and world size alone, so that every rank
 /// has the same. Lanes are cut into buckets, buckets into one slice a rank.
 ///
-/// A lane is a sequence of segments. A segment starts where the unit changes, where a later group
-/// begins, and (in a foreign lane) after a frozen parameter. Padding belongs to nobody. With a
-/// cutting partition a segment's end is padded up to the next multiple of world * alignment, and
-/// in front of a parameter with a quantum or that is unsplittable up to alignment, so that a cut
-/// may lie there; its buckets have one size (the last a shorter one) and everything is arithmetic.
-/// With a whole-tensor partition a bucket is a run of parameters of about that size, ordered by
-/// owner, and each owner's part is padded up to alignment. A foreign lane is never padded.
+/// A lane is a sequence of segments. A segment starts where the unit changes, where appended
+/// parameters begin, and (in a foreign lane) after a frozen parameter. Padding belongs to nobody.
+/// With a cutting partition a segment's end is padded up to the next multiple of world * alignment,
+/// and in front of a parameter with a quantum or that is unsplittable up to alignment, so that a
+/// cut may lie there; its buckets have one size (the last a shorter one) and everything is
+/// arithmetic. With a whole-tensor partition a bucket is a run of parameters of about that size,
+/// ordered by owner, and each owner's part is padded up to alignment. A foreign lane is never
+/// padded.
 ///
 /// Stores O(parameters + buckets); slices and fragments are computed when asked for.
 template <PartitionPolicy Partition = ContiguousPartition>
@@ -301,21 +303,28 @@ class Layout {
   constexpr std::vector<int> assign(std::span<const LayoutParameter> added, std::size_t first) {
     std::vector<int> owners(added.size(), 0);
     if constexpr (WholeTensorPartition<Partition>) {
-      std::vector<std::size_t> sizes;
-      std::vector<std::size_t> which;
+      std::vector<std::size_t> order;  // group after group, each in registration order
       for (std::size_t i = 0; i < added.size(); ++i) {
-        if (!owns_memory(added[i])) continue;
-        sizes.push_back(added[i].elements);
-        which.push_back(i);
+        if (owns_memory(added[i])) order.push_back(i);
       }
-      std::vector<int> chosen(sizes.size(), 0);
-      partition_.assign(std::span<const std::size_t>(sizes), std::span(loads_), std::span(chosen));
-      for (std::size_t k = 0; k < which.size(); ++k) {
-        if (chosen[k] < 0 || chosen[k] >= world_) {
-          refuse(first + which[k], added[which[k]],
-                 "the partition gave it to a rank outside the world");
+      std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return added[a].group != added[b].group ? added[a].group < added[b].group : a < b;
+      });
+      for (auto from = order.begin(); from != order.end();) {
+        const auto to = std::find_if(
+            from, order.end(), [&](std::size_t i) { return added[i].group != added[*from].group; });
+        std::vector<std::size_t> sizes;
+        for (auto at = from; at != to; ++at) sizes.push_back(added[*at].elements);
+        std::vector<int> chosen(sizes.size(), 0);
+        partition_.assign(std::span<const std::size_t>(sizes), std::span(loads_),
+                          std::span(chosen));
+        for (const int owner : chosen) {
+          if (owner < 0 || owner >= world_) {
+            refuse(first + *from, added[*from],
+                   "the partition gave it to a rank outside the world");
+          }
+          owners[*from++] = owner;
         }
-        owners[which[k]] = chosen[k];
       }
     }
     return owners;
