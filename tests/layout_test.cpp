@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layout against a slow model of its documentation: one record per element, cuts found by stepping
 // down one element at a time.
+#include <zero/bucket_view.hpp>
+#include <zero/bucket_view/no_view.hpp>
 #include <zero/layout.hpp>
 #include <zero/partition.hpp>
 #include <zero/partition/balanced.hpp>
@@ -141,8 +143,8 @@ Case draw_case(Draw& draw, bool may_be_foreign) {
   for (std::size_t i = 0; i < lanes; ++i) {
     LayoutLane lane;
     lane.element_bytes = draw.of(std::array<std::size_t, 3>{4, 8, 2});
-    lane.bucket_bytes = draw.of(
-        std::array<std::size_t, 5>{0, 16, 1 + draw.below(300), 1 + draw.below(5000), 25u << 20});
+    lane.bucket_bytes = draw.of(std::array<std::size_t, 6>{
+        0, 16, 1 + draw.below(300), 1 + draw.below(5000), 25u << 20, zero::PerTensor{}});
     lane.foreign = may_be_foreign && draw.one_in(3);
     c.lanes.push_back(lane);
   }
@@ -308,7 +310,9 @@ Model build_model(const Case& c, const Partition& partition) {
     lane.alignment = 16 / given.element_bytes;
     const std::size_t unit = lane.alignment * static_cast<std::size_t>(c.world);
     lane.bucket_elements = unit;
-    while ((lane.bucket_elements + unit) * given.element_bytes <= given.bucket_bytes) {
+    if (given.bucket_bytes == zero::PerTensor{}) lane.bucket_elements = 1u << 30;  // never full
+    while (given.bucket_bytes != zero::PerTensor{} &&
+           (lane.bucket_elements + unit) * given.element_bytes <= given.bucket_bytes) {
       lane.bucket_elements += unit;
     }
     model.lanes.push_back(lane);
@@ -347,7 +351,8 @@ Model build_model(const Case& c, const Partition& partition) {
           continue;
         }
         if (!runs.back().empty() &&
-            batch[runs.back().back()].attributes.unit != p.attributes.unit) {
+            (c.lanes[l].bucket_bytes == zero::PerTensor{} ||
+             batch[runs.back().back()].attributes.unit != p.attributes.unit)) {
           runs.emplace_back();
         }
         runs.back().push_back(i);
@@ -395,7 +400,7 @@ Model build_model(const Case& c, const Partition& partition) {
               lane.elements.resize(next_multiple(lane.elements.size(), lane.alignment));
               cuts.push_back(lane.elements.size());
             }
-            lane.cuts.push_back(cuts);
+            if (cuts.front() != cuts.back()) lane.cuts.push_back(cuts);  // else all are empty
           }
           segment.end = lane.elements.size();
           segment.end_bucket = lane.cuts.size();
@@ -727,6 +732,18 @@ consteval bool constant_whole_tensors() {
 }
 static_assert(constant_whole_tensors());
 
+consteval bool constant_buckets_per_tensor() {
+  const std::array<LayoutParameter, 4> parameters{
+      {{.elements = 9}, {}, {.elements = 1}, {.elements = 30}}};
+  const std::array<LayoutLane, 1> lanes{{{.bucket_bytes = zero::PerTensor{}}}};
+  const zero::Layout<> layout(parameters, lanes, 2);
+  return layout.buckets(0) == 3 && layout.bucket(0, 0) == Interval{0, 16} &&
+         layout.bucket(0, 1) == Interval{16, 24} && layout.bucket(0, 2) == Interval{24, 56} &&
+         layout.slice(0, 2, 1) == Interval{40, 56} && layout.even(0, 2);
+}
+static_assert(constant_buckets_per_tensor());
+static_assert(zero::NoView{zero::PerTensor{}}.bucket_bytes == zero::PerTensor{});
+
 static_assert(std::forward_iterator<zero::Layout<>::FragmentIterator>);
 static_assert(std::ranges::forward_range<zero::Layout<>::FragmentRange>);
 
@@ -854,6 +871,129 @@ TEST_CASE("layout: a huge quantum is no cut at all, without overflow") {
       });
     }
     CHECK(std::ranges::count(owned, std::size_t{100}) == 1);
+  }
+}
+
+namespace {
+
+/// What `PerTensor` promises of a lane, whatever the partition: says what is wrong first.
+template <class Partition>
+std::string check_per_tensor(const std::vector<LayoutParameter>& parameters, const LayoutLane& lane,
+                             const zero::Layout<Partition>& layout) {
+  std::size_t bucket = 0;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const zero::Attributes& a = parameters[i].attributes;
+    if (a.frozen || parameters[i].elements == 0) {
+      if (!layout.buckets_of(i).empty()) return say("parameter ", i, " in a bucket");
+      continue;
+    }
+    if (a.alias) {
+      if (layout.buckets_of(i) != layout.buckets_of(*a.alias)) return say("parameter ", i, ": tie");
+      continue;
+    }
+    if (bucket == layout.buckets(0)) return "too few buckets";
+    if (layout.buckets_of(i) != Interval{bucket, bucket + 1})
+      return say("parameter ", i, ": bucket");
+    std::vector<zero::Fragment> fragments;
+    for (const zero::Fragment& f : layout.fragments(0, layout.bucket(0, bucket))) {
+      fragments.push_back(f);
+    }
+    const std::vector<zero::Fragment> whole{{i, 0, layout.place(i).offset, parameters[i].elements}};
+    if (fragments != whole) return say("bucket ", bucket, " holds more or less than its tensor");
+    for (int rank = 0; rank < layout.world(); ++rank) {
+      const Interval slice = layout.slice(0, bucket, rank);
+      if (!lane.foreign && (slice.begin * lane.element_bytes % 16 != 0 ||
+                            slice.end * lane.element_bytes % 16 != 0)) {
+        return say("bucket ", bucket, ", rank ", rank, ": misaligned");
+      }
+    }
+    ++bucket;
+  }
+  return bucket == layout.buckets(0) ? "" : "too many buckets";
+}
+
+}  // namespace
+
+TEST_CASE("layout: buckets per tensor") {
+  const std::vector<LayoutParameter> parameters{
+      {.elements = 1000},
+      {},
+      {.elements = 3},
+      {.elements = 20'000'000},  // above the default size
+      {.elements = 7, .attributes = {.frozen = true}},
+      {.elements = 64, .attributes = {.unsplittable = true}},
+      {.elements = 66, .attributes = {.quantum = 6}, .group = 1},
+      {.elements = 3, .attributes = {.alias = 2}},
+      {.elements = 1, .attributes = {.unit = 1}},
+      {.elements = 17, .attributes = {.unit = 1}},
+      {.attributes = {.unit = 2}},
+  };
+  std::vector<LayoutParameter> all = parameters;
+  all.insert(all.end(), parameters.begin(), parameters.end());
+  for (LayoutParameter& p : all) {
+    if (p.attributes.alias) p.attributes.alias = 2;
+  }
+  const auto grown = [&](const auto& layout) {
+    return layout.appended(std::span(all).subspan(parameters.size()));
+  };
+  for (int world = 1; world <= 8; ++world) {
+    for (const std::size_t bytes : {2, 4, 8}) {
+      CAPTURE(world, bytes);
+      LayoutLane lane{.element_bytes = bytes, .bucket_bytes = zero::PerTensor{}};
+      const auto lanes = std::span(&lane, 1);
+      const zero::Layout<> contiguous(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, contiguous) == "");
+      CHECK(check_per_tensor(all, lane, grown(contiguous)) == "");
+      // Where nothing binds the cuts, all slices are equal.
+      for (const std::size_t b : {0, 1, 2}) CHECK(contiguous.even(0, b));
+
+      const zero::Layout<zero::BalancedPartition> balanced(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, balanced) == "");
+      CHECK(check_per_tensor(all, lane, grown(balanced)) == "");
+
+      const zero::Layout<FirstRankTwice> weighted(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, weighted) == "");
+
+      lane.foreign = true;
+      const zero::Layout<> flat(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, flat) == "");
+      CHECK(check_per_tensor(all, lane, grown(flat)) == "");
+      CHECK(flat.extent(0) == 20'001'158);
+      CHECK(flat.place(9).offset == 20'001'141);
+    }
+  }
+}
+
+TEST_CASE("layout: the largest tensors and bucket sizes don't overflow") {
+  constexpr std::size_t huge = std::numeric_limits<std::size_t>::max() / 40;
+  const std::vector<LayoutParameter> parameters{{.elements = huge}, {.elements = huge}};
+  for (const std::size_t bytes : {1, 4, 16}) {
+    for (const std::size_t size : {std::numeric_limits<std::size_t>::max(),  // PerTensor
+                                   std::numeric_limits<std::size_t>::max() - 1}) {
+      CAPTURE(bytes, size);
+      const std::vector<LayoutLane> lanes{{.element_bytes = bytes, .bucket_bytes = size}};
+      const zero::Layout<> contiguous(parameters, lanes, 3);
+      const zero::Layout<zero::BalancedPartition> balanced(parameters, lanes, 3);
+      CHECK(contiguous.buckets(0) == (size == zero::PerTensor{} ? 2 : 1));
+      CHECK(contiguous.elements(0) == 2 * huge);
+      CHECK(contiguous.buckets_of(1).end == contiguous.buckets(0));
+      CHECK(balanced.buckets(0) == contiguous.buckets(0));
+      CHECK(balanced.shard_elements(0, 1) >= huge);
+    }
+  }
+}
+
+TEST_CASE("layout: empty tensors alone make no bucket") {
+  // The second bucket would have held nothing but the last two.
+  const std::vector<LayoutParameter> parameters{{.elements = 100}, {}, {}};
+  for (const std::size_t size :
+       {std::size_t{16}, std::size_t{1} << 20, static_cast<std::size_t>(zero::PerTensor{})}) {
+    const std::vector<LayoutLane> lanes{{.element_bytes = 4, .bucket_bytes = size}};
+    const zero::Layout<zero::BalancedPartition> layout(parameters, lanes, 1);
+    CHECK(layout.buckets(0) == 1);
+    const auto grown = layout.appended(std::vector<LayoutParameter>{{}, {}, {.elements = 8}, {}});
+    CHECK(grown.buckets(0) == 2);
+    CHECK(grown.buckets_of(5) == Interval{1, 2});
   }
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "zero/attributes.hpp"
+#include "zero/bucket_view.hpp"
 #include "zero/error.hpp"
 #include "zero/memory.hpp"
 #include "zero/partition.hpp"
@@ -62,7 +63,7 @@ struct LayoutParameter {
 /// How a lane is laid out.
 struct LayoutLane {
   std::size_t element_bytes = 4;
-  std::size_t bucket_bytes = std::size_t{25} << 20;
+  std::size_t bucket_bytes = 25_MiB;  ///< or `PerTensor{}`
   /// The lane is the caller's own buffer, parameter after parameter in registration order: nothing
   /// may be padded, so the last slice of a bucket may be short or misaligned.
   bool foreign = false;
@@ -78,7 +79,8 @@ struct LayoutLane {
 /// cut may lie there; its buckets have one size (the last a shorter one) and everything is
 /// arithmetic. With a whole-tensor partition a bucket is a run of parameters of about that size,
 /// ordered by owner, and each owner's part is padded up to alignment. A foreign lane is never
-/// padded.
+/// padded. With `PerTensor` buckets every parameter is a segment of one bucket. Empty parameters
+/// alone make no bucket.
 ///
 /// Stores O(parameters + buckets); slices and fragments are computed when asked for.
 template <PartitionPolicy Partition = ContiguousPartition>
@@ -210,8 +212,10 @@ class Layout {
 
  private:
   static constexpr std::size_t unsplittable = std::numeric_limits<std::size_t>::max();
+  /// Elements that a lane may have, so that sums of offsets, and bytes, don't overflow.
+  static constexpr std::size_t lane_limit = std::numeric_limits<std::size_t>::max() / 16;
 
-  /// A placed parameter in lane order.
+  /// A placed parameter in lane order; with elements, once it is in a lane.
   struct Entry {
     std::size_t offset = 0;
     std::size_t elements = 0;
@@ -234,6 +238,7 @@ class Layout {
     std::size_t alignment = 1;
     std::size_t bucket_elements = 0;
     bool foreign = false;
+    bool per_tensor = false;
     std::size_t elements = 0;
     std::size_t end = 0;  ///< where the next segment may begin
     std::vector<Entry> entries;
@@ -252,7 +257,12 @@ class Layout {
     lane.foreign = from.foreign;
     lane.alignment = slice_alignment / std::gcd(slice_alignment, from.element_bytes);
     const std::size_t unit = lane.alignment * static_cast<std::size_t>(world_);
-    lane.bucket_elements = std::max(unit, from.bucket_bytes / from.element_bytes / unit * unit);
+    lane.per_tensor = from.bucket_bytes == PerTensor{};
+    // A larger bucket than this holds any segment, as one of a single tensor must.
+    const std::size_t most = 2 * lane_limit;
+    const std::size_t wanted =
+        lane.per_tensor ? most : std::min(most, from.bucket_bytes / from.element_bytes);
+    lane.bucket_elements = std::max(unit, wanted / unit * unit);
     return lane;
   }
 
@@ -349,8 +359,7 @@ class Layout {
     for (std::size_t i = 0; i < added.size(); ++i) {
       const LayoutParameter& p = added[i];
       if (p.lane != lane_index || p.attributes.alias) continue;
-      constexpr std::size_t limit = std::numeric_limits<std::size_t>::max() / 16;  // of bytes, too
-      if (total > limit || p.elements > limit - total) {
+      if (total > lane_limit || p.elements > lane_limit - total) {
         refuse(first + i, p, "the lane's element count overflows");
       }
       total += p.elements;
@@ -360,7 +369,7 @@ class Layout {
         offset += p.elements;
         continue;
       }
-      if (!run.empty() && p.attributes.unit != unit) close();
+      if (lane.per_tensor || p.attributes.unit != unit) close();
       unit = p.attributes.unit;
       Entry entry;
       entry.elements = p.elements;
@@ -398,6 +407,7 @@ class Layout {
       if (!lane.foreign) offset = segment.begin + round_up(offset - segment.begin, unit);
       segment.bucket_count =
           (offset - segment.begin + lane.bucket_elements - 1) / lane.bucket_elements;
+      keep(lane, run);
     } else {
       if (lane.foreign)
         throw UsageError("layout: whole tensors can't be reordered in a flat store");
@@ -408,7 +418,10 @@ class Layout {
         while (to < run.size() && (sum == 0 || sum + run[to].elements <= lane.bucket_elements)) {
           sum += run[to++].elements;
         }
-        lane.bucket_entries.push_back(lane.entries.size() + from);
+        if (sum > 0) {
+          lane.bucket_entries.push_back(lane.entries.size());
+          ++segment.bucket_count;
+        }
         const auto bucket = std::span(run).subspan(from, to - from);
         sort_by_owner(bucket);
         for (std::size_t i = 0; i < bucket.size(); ++i) {
@@ -418,16 +431,20 @@ class Layout {
           offset += bucket[i].elements;
         }
         offset = round_up(offset, lane.alignment);
-        ++segment.bucket_count;
+        keep(lane, bucket);
         from = to;
       }
     }
     segment.padded_end = offset;
-    for (const Entry& entry : run) {
-      lane.entries.push_back(entry);
-      places_[entry.parameter].offset = entry.offset;
-    }
     if (segment.bucket_count > 0) lane.segments.push_back(segment);
+  }
+
+  /// Records where entries lie. Empty ones have a place, but nothing that could be found there.
+  constexpr void keep(Lane& lane, std::span<const Entry> placed) {
+    for (const Entry& entry : placed) {
+      places_[entry.parameter].offset = entry.offset;
+      if (entry.elements > 0) lane.entries.push_back(entry);
+    }
   }
 
   /// Stable insertion sort: `std::stable_sort` is not constexpr, and buckets are short.
@@ -537,9 +554,7 @@ class Layout {
     using difference_type = std::ptrdiff_t;
     constexpr FragmentIterator() = default;
     constexpr FragmentIterator(const Lane& lane, std::size_t entry, Interval interval)
-        : lane_(&lane), entry_(entry), interval_(interval) {
-      skip_empty();
-    }
+        : lane_(&lane), entry_(entry), interval_(interval) {}
     [[nodiscard]] constexpr Fragment operator*() const {
       const Entry& entry = lane_->entries[entry_];
       const std::size_t begin = std::max(entry.offset, interval_.begin);
@@ -548,7 +563,6 @@ class Layout {
     }
     constexpr FragmentIterator& operator++() {
       ++entry_;
-      skip_empty();
       return *this;
     }
     constexpr FragmentIterator operator++(int) {
@@ -565,9 +579,6 @@ class Layout {
     }
 
    private:
-    constexpr void skip_empty() {
-      while (entry_ < lane_->entries.size() && lane_->entries[entry_].elements == 0) ++entry_;
-    }
     const Lane* lane_ = nullptr;
     std::size_t entry_ = 0;
     Interval interval_{};
