@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layout against a slow model of its documentation: one record per element, cuts found by stepping
 // down one element at a time.
+#include <zero/bucket_view.hpp>
+#include <zero/bucket_view/no_view.hpp>
 #include <zero/layout.hpp>
 #include <zero/partition.hpp>
+#include <zero/partition/balanced.hpp>
 #include <zero/partition/contiguous.hpp>
 
 #include <algorithm>
@@ -14,6 +17,7 @@
 #include <optional>
 #include <random>
 #include <ranges>
+#include <set>
 #include <span>
 #include <sstream>
 #include <string>
@@ -56,7 +60,7 @@ struct FirstRankOnly {
 };
 static_assert(zero::CuttingPartition<FirstRankOnly>);
 
-/// Whole tensors in registration order, each to the least loaded rank; loads add up over groups.
+/// Whole tensors, a group's in registration order, each to the least loaded rank.
 struct LeastLoaded {
   static constexpr bool cuts_tensors = false;
 
@@ -82,13 +86,13 @@ struct OutsideTheWorld {
 // ---- Cases
 
 struct Case {
-  std::vector<std::vector<LayoutParameter>> groups;
+  std::vector<std::vector<LayoutParameter>> batches;  ///< the first, then those appended
   std::vector<LayoutLane> lanes;
   int world = 1;
 
   [[nodiscard]] std::vector<LayoutParameter> all() const {
     std::vector<LayoutParameter> flat;
-    for (const auto& group : groups) flat.insert(flat.end(), group.begin(), group.end());
+    for (const auto& batch : batches) flat.insert(flat.end(), batch.begin(), batch.end());
     return flat;
   }
 };
@@ -101,9 +105,9 @@ std::string describe(const Case& c) {
         << (lane.foreign ? ", foreign" : "");
   }
   std::size_t index = 0;
-  for (const auto& group : c.groups) {
-    out << "\ngroup:";
-    for (const LayoutParameter& p : group) {
+  for (const auto& batch : c.batches) {
+    out << "\nadded:";
+    for (const LayoutParameter& p : batch) {
       out << "\n  " << index++ << ": " << p.elements << " in lane " << p.lane;
       const zero::Attributes& a = p.attributes;
       if (a.frozen) out << ", frozen";
@@ -111,6 +115,7 @@ std::string describe(const Case& c) {
       if (a.unsplittable) out << ", unsplittable";
       if (a.quantum != 1) out << ", quantum " << a.quantum;
       if (a.unit != 0) out << ", unit " << a.unit;
+      if (p.group != 0) out << ", group " << p.group;
     }
   }
   return out.str();
@@ -138,15 +143,16 @@ Case draw_case(Draw& draw, bool may_be_foreign) {
   for (std::size_t i = 0; i < lanes; ++i) {
     LayoutLane lane;
     lane.element_bytes = draw.of(std::array<std::size_t, 3>{4, 8, 2});
-    lane.bucket_bytes = draw.of(
-        std::array<std::size_t, 5>{0, 16, 1 + draw.below(300), 1 + draw.below(5000), 25u << 20});
+    lane.bucket_bytes = draw.of(std::array<std::size_t, 6>{
+        0, 16, 1 + draw.below(300), 1 + draw.below(5000), 25u << 20, zero::PerTensor{}});
     lane.foreign = may_be_foreign && draw.one_in(3);
     c.lanes.push_back(lane);
   }
   std::vector<LayoutParameter> flat;
   const bool plain = draw.one_in(3);  // otherwise hardly any segment would be unconstrained
-  for (std::size_t groups = draw.of(std::array<std::size_t, 4>{1, 1, 2, 3}); groups > 0; --groups) {
-    std::vector<LayoutParameter> group;
+  for (std::size_t batches = draw.of(std::array<std::size_t, 4>{1, 1, 2, 3}); batches > 0;
+       --batches) {
+    std::vector<LayoutParameter> batch;
     int unit = 0;
     for (std::size_t n = draw.below(10); n > 0; --n) {
       LayoutParameter p;
@@ -155,6 +161,7 @@ Case draw_case(Draw& draw, bool may_be_foreign) {
       p.lane = draw.below(lanes);
       unit += draw.one_in(4) ? 1 : 0;
       p.attributes.unit = unit;
+      p.group = draw.below(3);
       p.attributes.frozen = draw.one_in(8);
       if (!plain) {
         p.attributes.unsplittable = draw.one_in(8);
@@ -170,10 +177,10 @@ Case draw_case(Draw& draw, bool may_be_foreign) {
           p.attributes.alias = target;
         }
       }
-      group.push_back(p);
+      batch.push_back(p);
       flat.push_back(p);
     }
-    c.groups.push_back(group);
+    c.batches.push_back(batch);
   }
   return c;
 }
@@ -303,31 +310,38 @@ Model build_model(const Case& c, const Partition& partition) {
     lane.alignment = 16 / given.element_bytes;
     const std::size_t unit = lane.alignment * static_cast<std::size_t>(c.world);
     lane.bucket_elements = unit;
-    while ((lane.bucket_elements + unit) * given.element_bytes <= given.bucket_bytes) {
+    if (given.bucket_bytes == zero::PerTensor{}) lane.bucket_elements = 1u << 30;  // never full
+    while (given.bucket_bytes != zero::PerTensor{} &&
+           (lane.bucket_elements + unit) * given.element_bytes <= given.bucket_bytes) {
       lane.bucket_elements += unit;
     }
     model.lanes.push_back(lane);
   }
 
   std::size_t first = 0;
-  for (const auto& group : c.groups) {
-    std::vector<int> owners(group.size(), 0);
+  for (const auto& batch : c.batches) {
+    std::vector<int> owners(batch.size(), 0);
     if constexpr (zero::WholeTensorPartition<Partition>) {
-      std::vector<std::size_t> sizes, which;
-      for (std::size_t i = 0; i < group.size(); ++i) {
-        if (group[i].attributes.frozen || group[i].attributes.alias) continue;
-        sizes.push_back(group[i].elements);
-        which.push_back(i);
+      std::set<std::size_t> numbers;
+      for (const LayoutParameter& p : batch) numbers.insert(p.group);
+      for (const std::size_t number : numbers) {
+        std::vector<std::size_t> sizes, which;
+        for (std::size_t i = 0; i < batch.size(); ++i) {
+          const LayoutParameter& p = batch[i];
+          if (p.group != number || p.attributes.frozen || p.attributes.alias) continue;
+          sizes.push_back(p.elements);
+          which.push_back(i);
+        }
+        std::vector<int> chosen(sizes.size());
+        partition.assign(sizes, loads, chosen);
+        for (std::size_t i = 0; i < which.size(); ++i) owners[which[i]] = chosen[i];
       }
-      std::vector<int> chosen(sizes.size());
-      partition.assign(sizes, loads, chosen);
-      for (std::size_t i = 0; i < which.size(); ++i) owners[which[i]] = chosen[i];
     }
     for (std::size_t l = 0; l < c.lanes.size(); ++l) {
       ModelLane& lane = model.lanes[l];
-      std::vector<std::vector<std::size_t>> runs(1);  // of indices in the group
-      for (std::size_t i = 0; i < group.size(); ++i) {
-        const LayoutParameter& p = group[i];
+      std::vector<std::vector<std::size_t>> runs(1);  // of indices in the batch
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        const LayoutParameter& p = batch[i];
         if (p.lane != l || p.attributes.alias) continue;
         if (p.attributes.frozen) {
           if (c.lanes[l].foreign) {
@@ -337,30 +351,31 @@ Model build_model(const Case& c, const Partition& partition) {
           continue;
         }
         if (!runs.back().empty() &&
-            group[runs.back().back()].attributes.unit != p.attributes.unit) {
+            (c.lanes[l].bucket_bytes == zero::PerTensor{} ||
+             batch[runs.back().back()].attributes.unit != p.attributes.unit)) {
           runs.emplace_back();
         }
         runs.back().push_back(i);
       }
       for (const auto& run : runs) {
         if (run.empty()) continue;
-        if (group[run[0]].attributes.frozen) {  // a hole in the caller's buffer
-          lane.elements.resize(lane.elements.size() + group[run[0]].elements);
+        if (batch[run[0]].attributes.frozen) {  // a hole in the caller's buffer
+          lane.elements.resize(lane.elements.size() + batch[run[0]].elements);
           continue;
         }
         ModelSegment segment;
         segment.begin = lane.elements.size();
         for (const std::size_t i : run) {
-          segment.elements += group[i].elements;
-          segment.bound += is_bound(group[i]) ? 1 : 0;
+          segment.elements += batch[i].elements;
+          segment.bound += is_bound(batch[i]) ? 1 : 0;
         }
         if constexpr (zero::CuttingPartition<Partition>) {
           for (const std::size_t i : run) {
-            while (is_bound(group[i]) && !c.lanes[l].foreign &&
+            while (is_bound(batch[i]) && !c.lanes[l].foreign &&
                    lane.elements.size() % lane.alignment != 0) {
               lane.elements.emplace_back();
             }
-            append_parameter(lane, group[i], first + i, model);
+            append_parameter(lane, batch[i], first + i, model);
           }
           close_segment(lane, c.lanes[l], segment, all, c, partition);
         } else {
@@ -369,23 +384,23 @@ Model build_model(const Case& c, const Partition& partition) {
           std::size_t filled = 0;
           for (const std::size_t i : run) {
             if (buckets.empty() ||
-                (filled > 0 && filled + group[i].elements > lane.bucket_elements)) {
+                (filled > 0 && filled + batch[i].elements > lane.bucket_elements)) {
               buckets.emplace_back();
               filled = 0;
             }
             buckets.back().push_back(i);
-            filled += group[i].elements;
+            filled += batch[i].elements;
           }
           for (const auto& bucket : buckets) {
             std::vector<std::size_t> cuts{lane.elements.size()};
             for (int rank = 0; rank < c.world; ++rank) {
               for (const std::size_t i : bucket) {
-                if (owners[i] == rank) append_parameter(lane, group[i], first + i, model);
+                if (owners[i] == rank) append_parameter(lane, batch[i], first + i, model);
               }
               lane.elements.resize(next_multiple(lane.elements.size(), lane.alignment));
               cuts.push_back(lane.elements.size());
             }
-            lane.cuts.push_back(cuts);
+            if (cuts.front() != cuts.back()) lane.cuts.push_back(cuts);  // else all are empty
           }
           segment.end = lane.elements.size();
           segment.end_bucket = lane.cuts.size();
@@ -393,7 +408,7 @@ Model build_model(const Case& c, const Partition& partition) {
         }
       }
     }
-    first += group.size();
+    first += batch.size();
   }
   for (ModelLane& lane : model.lanes) mark_owners(lane);
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -592,9 +607,9 @@ template <class Partition>
 std::string compare(const Case& c, const Partition& partition, Draw& draw) {
   const std::vector<LayoutParameter> all = c.all();
   const Model model = build_model(c, partition);
-  std::vector<zero::Layout<Partition>> grown{{c.groups[0], c.lanes, c.world, partition}};
-  for (std::size_t g = 1; g < c.groups.size(); ++g) {
-    grown.push_back(grown.back().appended(c.groups[g]));
+  std::vector<zero::Layout<Partition>> grown{{c.batches[0], c.lanes, c.world, partition}};
+  for (std::size_t g = 1; g < c.batches.size(); ++g) {
+    grown.push_back(grown.back().appended(c.batches[g]));
   }
   const zero::Layout<Partition>& layout = grown.back();
   if (layout.world() != c.world) return "world";
@@ -626,7 +641,7 @@ std::string compare(const Case& c, const Partition& partition, Draw& draw) {
     const std::string wrong = compare_lane(layout, c, all, model, lane, draw);
     if (!wrong.empty()) return wrong;
   }
-  // Later groups move nothing.
+  // What is appended moves nothing.
   for (std::size_t g = 0; g + 1 < grown.size(); ++g) {
     const auto& before = grown[g];
     for (std::size_t i = 0; i < before.parameters(); ++i) {
@@ -717,6 +732,18 @@ consteval bool constant_whole_tensors() {
 }
 static_assert(constant_whole_tensors());
 
+consteval bool constant_buckets_per_tensor() {
+  const std::array<LayoutParameter, 4> parameters{
+      {{.elements = 9}, {}, {.elements = 1}, {.elements = 30}}};
+  const std::array<LayoutLane, 1> lanes{{{.bucket_bytes = zero::PerTensor{}}}};
+  const zero::Layout<> layout(parameters, lanes, 2);
+  return layout.buckets(0) == 3 && layout.bucket(0, 0) == Interval{0, 16} &&
+         layout.bucket(0, 1) == Interval{16, 24} && layout.bucket(0, 2) == Interval{24, 56} &&
+         layout.slice(0, 2, 1) == Interval{40, 56} && layout.even(0, 2);
+}
+static_assert(constant_buckets_per_tensor());
+static_assert(zero::NoView{zero::PerTensor{}}.bucket_bytes == zero::PerTensor{});
+
 static_assert(std::forward_iterator<zero::Layout<>::FragmentIterator>);
 static_assert(std::ranges::forward_range<zero::Layout<>::FragmentRange>);
 
@@ -736,6 +763,29 @@ TEST_CASE("layout: drawn cases equal a slow model, everything on one rank") {
 
 TEST_CASE("layout: drawn cases equal a slow model, whole tensors") {
   compare_drawn<LeastLoaded>(300'001, 2000, false);
+}
+
+TEST_CASE("layout: drawn cases equal a slow model, balanced partition") {
+  compare_drawn<zero::BalancedPartition>(400'001, 1000, false);
+}
+
+TEST_CASE("layout: a whole-tensor partition is asked group after group, in rising order") {
+  const std::vector<LayoutParameter> parameters{{.elements = 1, .group = 7},
+                                                {.elements = 2, .lane = 1},
+                                                {.elements = 4, .group = 2},
+                                                {.elements = 8, .group = 7},
+                                                {.elements = 16}};
+  const std::vector<LayoutLane> lanes(2);
+  const zero::Layout<LeastLoaded> layout(parameters, lanes, 2);
+  // 2 | 16, then 2 + 4 | 16, then 2 + 4 + 1 + 8 | 16.
+  CHECK(layout.shard_elements(0, 0) == 16);  // padded
+  CHECK(layout.shard_elements(0, 1) == 16);
+  CHECK(layout.shard_elements(1, 0) == 4);
+  const zero::Layout<LeastLoaded> grown =
+      layout.appended(std::vector<LayoutParameter>{{.elements = 2}, {.elements = 40}});
+  CHECK(grown.buckets_of(5) == Interval{1, 2});
+  CHECK(grown.slice(0, 1, 0) == Interval{32, 36});
+  CHECK(grown.slice(0, 1, 1) == Interval{36, 76});
 }
 
 TEST_CASE("layout: a weighted partition gives rank 0 twice as much") {
@@ -824,6 +874,129 @@ TEST_CASE("layout: a huge quantum is no cut at all, without overflow") {
   }
 }
 
+namespace {
+
+/// What `PerTensor` promises of a lane, whatever the partition: says what is wrong first.
+template <class Partition>
+std::string check_per_tensor(const std::vector<LayoutParameter>& parameters, const LayoutLane& lane,
+                             const zero::Layout<Partition>& layout) {
+  std::size_t bucket = 0;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const zero::Attributes& a = parameters[i].attributes;
+    if (a.frozen || parameters[i].elements == 0) {
+      if (!layout.buckets_of(i).empty()) return say("parameter ", i, " in a bucket");
+      continue;
+    }
+    if (a.alias) {
+      if (layout.buckets_of(i) != layout.buckets_of(*a.alias)) return say("parameter ", i, ": tie");
+      continue;
+    }
+    if (bucket == layout.buckets(0)) return "too few buckets";
+    if (layout.buckets_of(i) != Interval{bucket, bucket + 1})
+      return say("parameter ", i, ": bucket");
+    std::vector<zero::Fragment> fragments;
+    for (const zero::Fragment& f : layout.fragments(0, layout.bucket(0, bucket))) {
+      fragments.push_back(f);
+    }
+    const std::vector<zero::Fragment> whole{{i, 0, layout.place(i).offset, parameters[i].elements}};
+    if (fragments != whole) return say("bucket ", bucket, " holds more or less than its tensor");
+    for (int rank = 0; rank < layout.world(); ++rank) {
+      const Interval slice = layout.slice(0, bucket, rank);
+      if (!lane.foreign && (slice.begin * lane.element_bytes % 16 != 0 ||
+                            slice.end * lane.element_bytes % 16 != 0)) {
+        return say("bucket ", bucket, ", rank ", rank, ": misaligned");
+      }
+    }
+    ++bucket;
+  }
+  return bucket == layout.buckets(0) ? "" : "too many buckets";
+}
+
+}  // namespace
+
+TEST_CASE("layout: buckets per tensor") {
+  const std::vector<LayoutParameter> parameters{
+      {.elements = 1000},
+      {},
+      {.elements = 3},
+      {.elements = 20'000'000},  // above the default size
+      {.elements = 7, .attributes = {.frozen = true}},
+      {.elements = 64, .attributes = {.unsplittable = true}},
+      {.elements = 66, .attributes = {.quantum = 6}, .group = 1},
+      {.elements = 3, .attributes = {.alias = 2}},
+      {.elements = 1, .attributes = {.unit = 1}},
+      {.elements = 17, .attributes = {.unit = 1}},
+      {.attributes = {.unit = 2}},
+  };
+  std::vector<LayoutParameter> all = parameters;
+  all.insert(all.end(), parameters.begin(), parameters.end());
+  for (LayoutParameter& p : all) {
+    if (p.attributes.alias) p.attributes.alias = 2;
+  }
+  const auto grown = [&](const auto& layout) {
+    return layout.appended(std::span(all).subspan(parameters.size()));
+  };
+  for (int world = 1; world <= 8; ++world) {
+    for (const std::size_t bytes : {2, 4, 8}) {
+      CAPTURE(world, bytes);
+      LayoutLane lane{.element_bytes = bytes, .bucket_bytes = zero::PerTensor{}};
+      const auto lanes = std::span(&lane, 1);
+      const zero::Layout<> contiguous(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, contiguous) == "");
+      CHECK(check_per_tensor(all, lane, grown(contiguous)) == "");
+      // Where nothing binds the cuts, all slices are equal.
+      for (const std::size_t b : {0, 1, 2}) CHECK(contiguous.even(0, b));
+
+      const zero::Layout<zero::BalancedPartition> balanced(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, balanced) == "");
+      CHECK(check_per_tensor(all, lane, grown(balanced)) == "");
+
+      const zero::Layout<FirstRankTwice> weighted(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, weighted) == "");
+
+      lane.foreign = true;
+      const zero::Layout<> flat(parameters, lanes, world);
+      CHECK(check_per_tensor(parameters, lane, flat) == "");
+      CHECK(check_per_tensor(all, lane, grown(flat)) == "");
+      CHECK(flat.extent(0) == 20'001'158);
+      CHECK(flat.place(9).offset == 20'001'141);
+    }
+  }
+}
+
+TEST_CASE("layout: the largest tensors and bucket sizes don't overflow") {
+  constexpr std::size_t huge = std::numeric_limits<std::size_t>::max() / 40;
+  const std::vector<LayoutParameter> parameters{{.elements = huge}, {.elements = huge}};
+  for (const std::size_t bytes : {1, 4, 16}) {
+    for (const std::size_t size : {std::numeric_limits<std::size_t>::max(),  // PerTensor
+                                   std::numeric_limits<std::size_t>::max() - 1}) {
+      CAPTURE(bytes, size);
+      const std::vector<LayoutLane> lanes{{.element_bytes = bytes, .bucket_bytes = size}};
+      const zero::Layout<> contiguous(parameters, lanes, 3);
+      const zero::Layout<zero::BalancedPartition> balanced(parameters, lanes, 3);
+      CHECK(contiguous.buckets(0) == (size == zero::PerTensor{} ? 2 : 1));
+      CHECK(contiguous.elements(0) == 2 * huge);
+      CHECK(contiguous.buckets_of(1).end == contiguous.buckets(0));
+      CHECK(balanced.buckets(0) == contiguous.buckets(0));
+      CHECK(balanced.shard_elements(0, 1) >= huge);
+    }
+  }
+}
+
+TEST_CASE("layout: empty tensors alone make no bucket") {
+  // The second bucket would have held nothing but the last two.
+  const std::vector<LayoutParameter> parameters{{.elements = 100}, {}, {}};
+  for (const std::size_t size :
+       {std::size_t{16}, std::size_t{1} << 20, static_cast<std::size_t>(zero::PerTensor{})}) {
+    const std::vector<LayoutLane> lanes{{.element_bytes = 4, .bucket_bytes = size}};
+    const zero::Layout<zero::BalancedPartition> layout(parameters, lanes, 1);
+    CHECK(layout.buckets(0) == 1);
+    const auto grown = layout.appended(std::vector<LayoutParameter>{{}, {}, {.elements = 8}, {}});
+    CHECK(grown.buckets(0) == 2);
+    CHECK(grown.buckets_of(5) == Interval{1, 2});
+  }
+}
+
 TEST_CASE("layout: nothing to lay out") {
   const zero::Layout<> no_lanes({}, {}, 3);
   CHECK(no_lanes.lanes() == 0);
@@ -877,7 +1050,7 @@ TEST_CASE("layout: wrong arguments are UsageErrors that name the parameter") {
   CHECK_THAT(message_of({{.elements = huge}, {.elements = huge}}, two, 2),
              ContainsSubstring("parameter 1") && ContainsSubstring("overflow"));
 
-  // The index counts from the first group.
+  // The index counts from the first parameter of all.
   const zero::Layout<> layout(std::vector{ten, ten}, two, 2);
   CHECK_THROWS_WITH(layout.appended(std::vector{ten, LayoutParameter{.elements = 1, .lane = 9}}),
                     ContainsSubstring("parameter 3"));

@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace zero {
@@ -23,12 +24,26 @@ inline namespace literals {
 [[nodiscard]] consteval std::size_t operator""_MiB(unsigned long long n) { return n << 20; }
 }  // namespace literals
 
+/// Stands where a bucket's size stands, `NoView{PerTensor{}}`, and says: every tensor is a bucket
+/// of its own, however large or small, as where peers communicate tensor by tensor.
+///
+/// Costs: many messages, so that a model's small tensors (norms, biases) each pay the network's
+/// latency; and staging buckets as large as the largest tensor. Where a partition cuts tensors,
+/// each is cut into a slice a rank and, but for flat stores, padded up to a multiple of world * 16
+/// bytes. Fit for comparisons with such peers, or where all tensors are large.
+struct PerTensor {
+  /// The largest size there is, which no bucket has.
+  constexpr operator std::size_t() const noexcept {  // implicit: it is used as a size
+    return std::numeric_limits<std::size_t>::max();
+  }
+};
+
 /// Intent: one decision about memory, made at compile time.
 ///
 ///  1. `V::values` and `V::gradients` are `Residency` constants.
 ///  2. `view.bucket_bytes` is the size of a bucket in bytes, the same on all ranks: larger ones use
 ///     a network better, smaller ones start earlier and cost less staging memory. It is rounded to
-///     a multiple of world * 16 bytes.
+///     a multiple of world * 16 bytes. `PerTensor{}` makes every tensor a bucket of its own.
 ///
 /// `values == arena` moves parameters, so their type must model `RebindableParameter`;
 /// `gradients == arena` moves gradients: `RebindableGradient`.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <compare>
 #include <cstddef>
 #include <iterator>
 #include <limits>
@@ -12,24 +11,19 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "zero/attributes.hpp"
+#include "zero/bucket_view.hpp"
+#include "zero/detail/lane_map.hpp"
 #include "zero/error.hpp"
+#include "zero/fragment.hpp"  // IWYU pragma: export
 #include "zero/memory.hpp"
 #include "zero/partition.hpp"
 #include "zero/partition/contiguous.hpp"
 
 namespace zero {
-
-/// A half-open run of elements of a lane.
-struct Interval {
-  std::size_t begin = 0;
-  std::size_t end = 0;
-  [[nodiscard]] constexpr std::size_t size() const noexcept { return end - begin; }
-  [[nodiscard]] constexpr bool empty() const noexcept { return begin == end; }
-  friend constexpr bool operator==(const Interval&, const Interval&) = default;
-};
 
 /// Where one parameter lies. A frozen parameter lies nowhere: `placed` is false.
 struct Place {
@@ -40,28 +34,19 @@ struct Place {
   bool tied = false;  ///< an alias: the place is that of the parameter it is tied to
 };
 
-/// A run of elements of one parameter that lies in one interval of a lane (usually: one rank's
-/// slice of one bucket).
-struct Fragment {
-  std::size_t parameter = 0;        ///< index in the store
-  std::size_t parameter_begin = 0;  ///< first element, counted in the parameter
-  std::size_t lane_begin = 0;       ///< the same element, counted in the lane
-  std::size_t elements = 0;
-  friend constexpr bool operator==(const Fragment&, const Fragment&) = default;
-};
-
 /// What a layout needs to know of a parameter.
 struct LayoutParameter {
   std::size_t elements = 0;
   std::size_t lane = 0;
   Attributes attributes{};
   std::string_view name{};  ///< for messages only
+  std::size_t group = 0;    ///< a whole-tensor partition balances group after group
 };
 
 /// How a lane is laid out.
 struct LayoutLane {
   std::size_t element_bytes = 4;
-  std::size_t bucket_bytes = std::size_t{25} << 20;
+  std::size_t bucket_bytes = 25_MiB;  ///< or `PerTensor{}`
   /// The lane is the caller's own buffer, parameter after parameter in registration order: nothing
   /// may be padded, so the last slice of a bucket may be short or misaligned.
   bool foreign = false;
@@ -70,13 +55,15 @@ struct LayoutLane {
 /// An immutable value computed from shapes, attributes and world size alone, so that every rank
 /// has the same. Lanes are cut into buckets, buckets into one slice a rank.
 ///
-/// A lane is a sequence of segments. A segment starts where the unit changes, where a later group
-/// begins, and (in a foreign lane) after a frozen parameter. Padding belongs to nobody. With a
-/// cutting partition a segment's end is padded up to the next multiple of world * alignment, and
-/// in front of a parameter with a quantum or that is unsplittable up to alignment, so that a cut
-/// may lie there; its buckets have one size (the last a shorter one) and everything is arithmetic.
-/// With a whole-tensor partition a bucket is a run of parameters of about that size, ordered by
-/// owner, and each owner's part is padded up to alignment. A foreign lane is never padded.
+/// A lane is a sequence of segments. A segment starts where the unit changes, where appended
+/// parameters begin, and (in a foreign lane) after a frozen parameter. Padding belongs to nobody.
+/// With a cutting partition a segment's end is padded up to the next multiple of world * alignment,
+/// and in front of a parameter with a quantum or that is unsplittable up to alignment, so that a
+/// cut may lie there; its buckets have one size (the last a shorter one) and everything is
+/// arithmetic. With a whole-tensor partition a bucket is a run of parameters of about that size,
+/// ordered by owner, and each owner's part is padded up to alignment. A foreign lane is never
+/// padded. With `PerTensor` buckets every parameter is a segment of one bucket. Empty parameters
+/// alone make no bucket.
 ///
 /// Stores O(parameters + buckets); slices and fragments are computed when asked for.
 template <PartitionPolicy Partition = ContiguousPartition>
@@ -121,8 +108,7 @@ class Layout {
     return lanes_.at(lane).alignment;
   }
   [[nodiscard]] constexpr std::size_t buckets(std::size_t lane) const {
-    const Lane& l = lanes_.at(lane);
-    return l.segments.empty() ? 0 : l.segments.back().end_bucket();
+    return lanes_.at(lane).buckets();
   }
 
   /// All of a bucket, padding included.
@@ -138,10 +124,10 @@ class Layout {
   [[nodiscard]] constexpr bool even(std::size_t lane, std::size_t bucket) const {
     if constexpr (CuttingPartition<Partition> && requires { requires Partition::even; }) {
       const Lane& l = lanes_.at(lane);
-      const Segment& segment = segment_of_bucket(l, bucket);
+      const Segment& segment = l.segment_of_bucket(bucket);
       const std::size_t unit = l.alignment * static_cast<std::size_t>(world_);
       return world_ == 1 ||
-             (!segment.constrained && raw_bucket(l, segment, bucket).size() % unit == 0);
+             (!segment.constrained && l.raw_bucket(segment, bucket).size() % unit == 0);
     } else {
       return world_ == 1;
     }
@@ -155,9 +141,10 @@ class Layout {
             bucket_at(where.lane, where.offset + where.elements - 1) + 1};
   }
 
-  class FragmentIterator;
-  class FragmentRange;
+  using FragmentIterator = detail::FragmentIterator;
+  using FragmentRange = detail::FragmentRange;
   /// The fragments that an interval of a lane consists of, in lane order; without padding.
+  /// The layout must outlive the range.
   [[nodiscard]] constexpr FragmentRange fragments(std::size_t lane, Interval interval) const {
     return FragmentRange(lanes_.at(lane), interval);
   }
@@ -198,47 +185,17 @@ class Layout {
   /// Bytes that this value keeps on the heap.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept {
     std::size_t sum = places_.capacity() * sizeof(Place) + loads_.capacity() * sizeof(std::size_t);
-    for (const Lane& lane : lanes_) {
-      sum += sizeof(Lane) + lane.entries.capacity() * sizeof(Entry) +
-             lane.segments.capacity() * sizeof(Segment) +
-             lane.bucket_entries.capacity() * sizeof(std::size_t);
-    }
+    for (const Lane& lane : lanes_) sum += lane.bytes();
     return sum;
   }
 
  private:
-  static constexpr std::size_t unsplittable = std::numeric_limits<std::size_t>::max();
+  using Lane = detail::LaneMap;
+  using Segment = detail::LaneSegment;
+  using Entry = detail::LaneEntry;
 
-  /// A placed parameter in lane order.
-  struct Entry {
-    std::size_t offset = 0;
-    std::size_t elements = 0;
-    std::size_t parameter = 0;
-    std::size_t quantum = 1;  ///< cuts lie on multiples of it from `offset`; or `unsplittable`
-    int owner = 0;            ///< with a whole-tensor partition
-    [[nodiscard]] constexpr std::size_t end() const noexcept { return offset + elements; }
-  };
-  struct Segment {
-    std::size_t begin = 0;
-    std::size_t padded_end = 0;
-    std::size_t first_bucket = 0;
-    std::size_t bucket_count = 0;
-    bool constrained = false;  ///< some cut may have to move
-    [[nodiscard]] constexpr std::size_t end_bucket() const noexcept {
-      return first_bucket + bucket_count;
-    }
-  };
-  struct Lane {
-    std::size_t alignment = 1;
-    std::size_t bucket_elements = 0;
-    bool foreign = false;
-    std::size_t elements = 0;
-    std::size_t end = 0;  ///< where the next segment may begin
-    std::vector<Entry> entries;
-    std::vector<Segment> segments;
-    /// Whole-tensor partitions only: each bucket's first entry, and one more for the end.
-    std::vector<std::size_t> bucket_entries;
-  };
+  /// Elements that a lane may have, so that sums of offsets, and bytes, don't overflow.
+  static constexpr std::size_t lane_limit = std::numeric_limits<std::size_t>::max() / 16;
 
   static constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
     return (n + unit - 1) / unit * unit;
@@ -250,7 +207,12 @@ class Layout {
     lane.foreign = from.foreign;
     lane.alignment = slice_alignment / std::gcd(slice_alignment, from.element_bytes);
     const std::size_t unit = lane.alignment * static_cast<std::size_t>(world_);
-    lane.bucket_elements = std::max(unit, from.bucket_bytes / from.element_bytes / unit * unit);
+    lane.per_tensor = from.bucket_bytes == PerTensor{};
+    // A larger bucket than this holds any segment, as one of a single tensor must.
+    const std::size_t most = 2 * lane_limit;
+    const std::size_t wanted =
+        lane.per_tensor ? most : std::min(most, from.bucket_bytes / from.element_bytes);
+    lane.bucket_elements = std::max(unit, wanted / unit * unit);
     return lane;
   }
 
@@ -301,21 +263,28 @@ class Layout {
   constexpr std::vector<int> assign(std::span<const LayoutParameter> added, std::size_t first) {
     std::vector<int> owners(added.size(), 0);
     if constexpr (WholeTensorPartition<Partition>) {
-      std::vector<std::size_t> sizes;
-      std::vector<std::size_t> which;
+      std::vector<std::size_t> order;  // group after group, each in registration order
       for (std::size_t i = 0; i < added.size(); ++i) {
-        if (!owns_memory(added[i])) continue;
-        sizes.push_back(added[i].elements);
-        which.push_back(i);
+        if (owns_memory(added[i])) order.push_back(i);
       }
-      std::vector<int> chosen(sizes.size(), 0);
-      partition_.assign(std::span<const std::size_t>(sizes), std::span(loads_), std::span(chosen));
-      for (std::size_t k = 0; k < which.size(); ++k) {
-        if (chosen[k] < 0 || chosen[k] >= world_) {
-          refuse(first + which[k], added[which[k]],
-                 "the partition gave it to a rank outside the world");
+      std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return added[a].group != added[b].group ? added[a].group < added[b].group : a < b;
+      });
+      for (auto from = order.begin(); from != order.end();) {
+        const auto to = std::find_if(
+            from, order.end(), [&](std::size_t i) { return added[i].group != added[*from].group; });
+        std::vector<std::size_t> sizes;
+        for (auto at = from; at != to; ++at) sizes.push_back(added[*at].elements);
+        std::vector<int> chosen(sizes.size(), 0);
+        partition_.assign(std::span<const std::size_t>(sizes), std::span(loads_),
+                          std::span(chosen));
+        for (const int owner : chosen) {
+          if (owner < 0 || owner >= world_) {
+            refuse(first + *from, added[*from],
+                   "the partition gave it to a rank outside the world");
+          }
+          owners[*from++] = owner;
         }
-        owners[which[k]] = chosen[k];
       }
     }
     return owners;
@@ -340,8 +309,7 @@ class Layout {
     for (std::size_t i = 0; i < added.size(); ++i) {
       const LayoutParameter& p = added[i];
       if (p.lane != lane_index || p.attributes.alias) continue;
-      constexpr std::size_t limit = std::numeric_limits<std::size_t>::max() / 16;  // of bytes, too
-      if (total > limit || p.elements > limit - total) {
+      if (total > lane_limit || p.elements > lane_limit - total) {
         refuse(first + i, p, "the lane's element count overflows");
       }
       total += p.elements;
@@ -351,19 +319,19 @@ class Layout {
         offset += p.elements;
         continue;
       }
-      if (!run.empty() && p.attributes.unit != unit) close();
+      if (lane.per_tensor || p.attributes.unit != unit) close();
       unit = p.attributes.unit;
       Entry entry;
       entry.elements = p.elements;
       entry.parameter = first + i;
       entry.owner = owners[i];
       if (p.attributes.unsplittable) {
-        entry.quantum = unsplittable;
+        entry.quantum = detail::unsplittable;
       } else if (p.attributes.quantum > 1) {
         // A cut must also lie on an aligned element. (A quantum above the size leaves no cut, and
         // its common multiple could overflow.)
         const std::size_t step = lane.foreign ? std::size_t{1} : lane.alignment;
-        entry.quantum = p.attributes.quantum >= p.elements ? unsplittable
+        entry.quantum = p.attributes.quantum >= p.elements ? detail::unsplittable
                                                            : std::lcm(p.attributes.quantum, step);
       }
       lane.elements += p.elements;
@@ -378,7 +346,7 @@ class Layout {
     const std::size_t unit = lane.alignment * static_cast<std::size_t>(world_);
     Segment segment;
     segment.begin = offset;
-    segment.first_bucket = lane.segments.empty() ? 0 : lane.segments.back().end_bucket();
+    segment.first_bucket = lane.buckets();
     if constexpr (CuttingPartition<Partition>) {
       for (Entry& entry : run) {
         segment.constrained |= entry.quantum != 1;
@@ -389,6 +357,7 @@ class Layout {
       if (!lane.foreign) offset = segment.begin + round_up(offset - segment.begin, unit);
       segment.bucket_count =
           (offset - segment.begin + lane.bucket_elements - 1) / lane.bucket_elements;
+      keep(lane, run);
     } else {
       if (lane.foreign)
         throw UsageError("layout: whole tensors can't be reordered in a flat store");
@@ -399,7 +368,10 @@ class Layout {
         while (to < run.size() && (sum == 0 || sum + run[to].elements <= lane.bucket_elements)) {
           sum += run[to++].elements;
         }
-        lane.bucket_entries.push_back(lane.entries.size() + from);
+        if (sum > 0) {
+          lane.bucket_entries.push_back(lane.entries.size());
+          ++segment.bucket_count;
+        }
         const auto bucket = std::span(run).subspan(from, to - from);
         sort_by_owner(bucket);
         for (std::size_t i = 0; i < bucket.size(); ++i) {
@@ -409,16 +381,20 @@ class Layout {
           offset += bucket[i].elements;
         }
         offset = round_up(offset, lane.alignment);
-        ++segment.bucket_count;
+        keep(lane, bucket);
         from = to;
       }
     }
     segment.padded_end = offset;
-    for (const Entry& entry : run) {
-      lane.entries.push_back(entry);
-      places_[entry.parameter].offset = entry.offset;
-    }
     if (segment.bucket_count > 0) lane.segments.push_back(segment);
+  }
+
+  /// Records where entries lie. Empty ones have a place, but nothing that could be found there.
+  constexpr void keep(Lane& lane, std::span<const Entry> placed) {
+    for (const Entry& entry : placed) {
+      places_[entry.parameter].offset = entry.offset;
+      if (entry.elements > 0) lane.entries.push_back(entry);
+    }
   }
 
   /// Stable insertion sort: `std::stable_sort` is not constexpr, and buckets are short.
@@ -430,54 +406,19 @@ class Layout {
     }
   }
 
-  static constexpr const Segment& segment_of_bucket(const Lane& lane, std::size_t bucket) {
-    const auto after =
-        std::upper_bound(lane.segments.begin(), lane.segments.end(), bucket,
-                         [](std::size_t b, const Segment& s) { return b < s.first_bucket; });
-    if (after == lane.segments.begin() || bucket >= std::prev(after)->end_bucket()) {
-      throw UsageError("layout: bucket " + std::to_string(bucket) + " does not exist");
-    }
-    return *std::prev(after);
-  }
-
-  /// A cutting partition's bucket before its ends move to where they may lie.
-  static constexpr Interval raw_bucket(const Lane& lane, const Segment& segment,
-                                       std::size_t bucket) {
-    const std::size_t begin =
-        segment.begin + (bucket - segment.first_bucket) * lane.bucket_elements;
-    return {begin, std::min(begin + lane.bucket_elements, segment.padded_end)};
-  }
-
-  /// The first entry that ends behind `at`.
-  static constexpr std::size_t entry_after(const Lane& lane, std::size_t at) {
-    const auto found = std::partition_point(lane.entries.begin(), lane.entries.end(),
-                                            [&](const Entry& entry) { return entry.end() <= at; });
-    return static_cast<std::size_t>(found - lane.entries.begin());
-  }
-
-  /// Where a cut wished for at `at` may lie: the next allowed place below.
-  static constexpr std::size_t allowed(const Lane& lane, std::size_t at) {
-    const std::size_t index = entry_after(lane, at);
-    if (index == lane.entries.size()) return at;
-    const Entry& entry = lane.entries[index];
-    if (at <= entry.offset || entry.quantum == 1) return at;
-    if (entry.quantum == unsplittable) return entry.offset;
-    return at - (at - entry.offset) % entry.quantum;
-  }
-
   /// Where rank's slice of a bucket begins; for rank == world, where the bucket ends.
   [[nodiscard]] constexpr std::size_t cut(std::size_t lane_index, std::size_t bucket,
                                           int rank) const {
     const Lane& lane = lanes_.at(lane_index);
-    return cut(lane, segment_of_bucket(lane, bucket), bucket, rank);
+    return cut(lane, lane.segment_of_bucket(bucket), bucket, rank);
   }
   [[nodiscard]] constexpr std::size_t cut(const Lane& lane, const Segment& segment,
                                           std::size_t bucket, int rank) const {
     if constexpr (CuttingPartition<Partition>) {
-      const Interval raw = raw_bucket(lane, segment, bucket);
+      const Interval raw = lane.raw_bucket(segment, bucket);
       const std::size_t at = raw.begin + partition_.cut(raw.size(), lane.alignment, world_, rank);
       const bool at_segment_end = at == segment.begin || at == segment.padded_end;
-      return segment.constrained && !at_segment_end ? allowed(lane, at) : at;
+      return segment.constrained && !at_segment_end ? lane.allowed(at) : at;
     } else {
       const std::size_t first = lane.bucket_entries[bucket];
       const std::size_t last = bucket + 1 < lane.bucket_entries.size()
@@ -496,10 +437,7 @@ class Layout {
 
   [[nodiscard]] constexpr std::size_t bucket_at(std::size_t lane_index, std::size_t offset) const {
     const Lane& lane = lanes_.at(lane_index);
-    const auto after =
-        std::upper_bound(lane.segments.begin(), lane.segments.end(), offset,
-                         [](std::size_t at, const Segment& s) { return at < s.begin; });
-    const Segment& segment = *std::prev(after);
+    const Segment& segment = lane.segment_at(offset);
     if constexpr (CuttingPartition<Partition>) {
       // A moved cut lies at most one parameter below the wished-for one, so the bucket that
       // arithmetic names, or a later one whose begin moved down, holds the offset.
@@ -507,7 +445,7 @@ class Layout {
       while (b + 1 < segment.end_bucket() && cut(lane_index, b + 1, 0) <= offset) ++b;
       return b;
     } else {
-      const std::size_t entry = entry_after(lane, offset);
+      const std::size_t entry = lane.entry_after(offset);
       const auto after_bucket =
           std::upper_bound(lane.bucket_entries.begin(), lane.bucket_entries.end(), entry);
       return static_cast<std::size_t>(after_bucket - lane.bucket_entries.begin()) - 1;
@@ -519,66 +457,6 @@ class Layout {
   std::vector<std::size_t> loads_;  ///< per rank, for whole-tensor partitions
   std::vector<Lane> lanes_;
   std::vector<Place> places_;  ///< by parameter index
-
- public:
-  /// Forward iterator; the layout must outlive it.
-  class FragmentIterator {
-   public:
-    using value_type = Fragment;
-    using difference_type = std::ptrdiff_t;
-    constexpr FragmentIterator() = default;
-    constexpr FragmentIterator(const Lane& lane, std::size_t entry, Interval interval)
-        : lane_(&lane), entry_(entry), interval_(interval) {
-      skip_empty();
-    }
-    [[nodiscard]] constexpr Fragment operator*() const {
-      const Entry& entry = lane_->entries[entry_];
-      const std::size_t begin = std::max(entry.offset, interval_.begin);
-      return {entry.parameter, begin - entry.offset, begin,
-              std::min(entry.end(), interval_.end) - begin};
-    }
-    constexpr FragmentIterator& operator++() {
-      ++entry_;
-      skip_empty();
-      return *this;
-    }
-    constexpr FragmentIterator operator++(int) {
-      FragmentIterator before = *this;
-      ++*this;
-      return before;
-    }
-    friend constexpr bool operator==(const FragmentIterator& a, const FragmentIterator& b) {
-      return a.entry_ == b.entry_ && a.lane_ == b.lane_;
-    }
-    friend constexpr bool operator==(const FragmentIterator& a, std::default_sentinel_t) {
-      return a.lane_ == nullptr || a.entry_ == a.lane_->entries.size() ||
-             a.lane_->entries[a.entry_].offset >= a.interval_.end;
-    }
-
-   private:
-    constexpr void skip_empty() {
-      while (entry_ < lane_->entries.size() && lane_->entries[entry_].elements == 0) ++entry_;
-    }
-    const Lane* lane_ = nullptr;
-    std::size_t entry_ = 0;
-    Interval interval_{};
-  };
-
-  class FragmentRange {
-   public:
-    constexpr FragmentRange(const Lane& lane, Interval interval)
-        : lane_(&lane), interval_(interval) {}
-    [[nodiscard]] constexpr FragmentIterator begin() const {
-      const std::size_t first =
-          interval_.empty() ? lane_->entries.size() : entry_after(*lane_, interval_.begin);
-      return {*lane_, first, interval_};
-    }
-    [[nodiscard]] constexpr std::default_sentinel_t end() const { return {}; }
-
-   private:
-    const Lane* lane_;
-    Interval interval_;
-  };
 };
 
 }  // namespace zero

@@ -40,9 +40,13 @@ concept CuttingPartition = std::copyable<P> && requires(const P& policy, std::si
 /// Gives whole tensors to ranks: what a whole-tensor optimizer needs.
 ///
 ///  1. `P::cuts_tensors` is false.
-///  2. `assign(elements, loads, owners)`: `elements[i]` is the size of the i-th trainable tensor in
-///     registration order, `loads[r]` what rank r owns already (to be added to), `owners[i]` the
-///     rank it chooses. A pure function, so that every rank computes the same.
+///  2. `assign(elements, loads, owners)`: `elements[i]` is the size of a parameter group's i-th
+///     trainable tensor in registration order, `loads[r]` how many elements rank r owns already, of
+///     all element types (to be added to), `owners[i]` the rank it chooses. A pure function, so
+///     that every rank computes the same.
+///
+/// The layout calls `assign` once for every group that has trainable tensors, in rising order, and
+/// again for groups added later; loads carry over from call to call.
 template <class P>
 concept WholeTensorPartition =
     std::copyable<P> && requires(const P& policy, std::span<const std::size_t> elements,

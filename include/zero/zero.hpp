@@ -16,5 +16,6 @@
 #include "zero/optim/adam.hpp"              // IWYU pragma: export
 #include "zero/optim/sgd.hpp"               // IWYU pragma: export
 #include "zero/parameter.hpp"               // IWYU pragma: export
+#include "zero/partition/balanced.hpp"      // IWYU pragma: export
 #include "zero/partition/contiguous.hpp"    // IWYU pragma: export
 #include "zero/zero_sharded.hpp"            // IWYU pragma: export

@@ -2,7 +2,7 @@
 // Faults in partitioning that other projects shipped, with their inputs and the right values. PT is
 // pytorch/pytorch, DS DeepSpeed, MC Megatron-LM, LC llm.c.
 #include <zero/layout.hpp>
-#include <zero/partition.hpp>
+#include <zero/partition/balanced.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -51,27 +51,10 @@ std::size_t sum_of(const Sizes& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
 }
 
-/// PyTorch's rule: by element count descending, each to the least loaded rank, ties to the lowest.
-struct SortedGreedy {
-  static constexpr bool cuts_tensors = false;
-
-  void assign(std::span<const std::size_t> elements, std::span<std::size_t> loads,
-              std::span<int> owners) const {
-    Sizes order(elements.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::stable_sort(order.begin(), order.end(),
-                     [&](std::size_t a, std::size_t b) { return elements[a] > elements[b]; });
-    for (const std::size_t i : order) {
-      const auto least = std::min_element(loads.begin(), loads.end());
-      owners[i] = static_cast<int>(least - loads.begin());
-      *least += elements[i];
-    }
-  }
-};
-
 Sizes balanced_loads(const std::vector<LayoutParameter>& parameters, int world) {
   const LayoutLane lane;
-  return owned_by_rank(zero::Layout<SortedGreedy>(parameters, std::span(&lane, 1), world));
+  return owned_by_rank(
+      zero::Layout<zero::BalancedPartition>(parameters, std::span(&lane, 1), world));
 }
 
 /// wte, wpe, twelve blocks, the last norm.

@@ -158,7 +158,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     }
     out.digests[i].elements = info.elements;
     out.digests[i].description = description.value();
-    out.places[i] = {info.elements, info.lane, attributes, info.name};
+    out.places[i] = {info.elements, info.lane, attributes, info.name, info.group};
   }
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t leader = out.parameters[i].leader;
