@@ -296,6 +296,22 @@ struct BareRule : NotFromNothing {
 
 // ---- WholeTensorOptimizer
 
+// clang-format off
+struct NormalizedDescent {
+  double lr = 1e-3;
+  static constexpr std::array<std::string_view, 0> slots{};
+  template <class T>
+  void update(zero::TensorRef<T> tensor, std::array<std::span<T>, 0>, std::int64_t) const {
+    double squares = 0;
+    for (const T g : tensor.gradient) squares += double(g) * double(g);
+    const T scale = squares > 0 ? T(lr / zero::sqrt(squares)) : T(0);
+    for (std::size_t i = 0; i < tensor.values.size(); ++i) {
+      tensor.values[i] -= scale * tensor.gradient[i];
+    }
+  }
+};
+// clang-format on
+
 /// Scales a tensor's step by the size of its first extent.
 struct BareWholeTensor : NotFromNothing {
   using NotFromNothing::NotFromNothing;

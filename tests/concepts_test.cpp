@@ -163,6 +163,9 @@ static_assert(zero::Optimizer<BareRule> && !zero::WholeTensorOptimizer<BareRule>
 ZERO_NEEDS(UpdateRule, BareRule, slots);
 ZERO_NEEDS(UpdateRule, BareRule, scalars);
 ZERO_NEEDS(UpdateRule, BareRule, update);
+static_assert(zero::WholeTensorOptimizer<NormalizedDescent, float> &&
+              zero::WholeTensorOptimizer<NormalizedDescent, double>);
+static_assert(zero::Optimizer<NormalizedDescent> && !zero::UpdateRule<NormalizedDescent>);
 ZERO_NEEDS(WholeTensorOptimizer, BareWholeTensor, slots);
 ZERO_NEEDS(WholeTensorOptimizer, BareWholeTensor, update);
 static_assert(zero::Optimizer<BareWholeTensor> && !zero::UpdateRule<BareWholeTensor>);

@@ -41,8 +41,35 @@
 /// @endcode
 ///
 /// **Whole-tensor optimizer**, where norms or matrix products need complete parameters:
-///  7. `update(TensorRef<T>, std::array<std::span<T>, N> slots, std::int64_t t) const`, given one
-///     complete tensor with its shape, reduced gradient and slots.
+///  7. `update(TensorRef<T> tensor, std::array<std::span<T>, N> slots, std::int64_t t) const` for T
+///     = float, double or both: one step, t = 1, 2, … being the parameter's own step count, of one
+///     complete tensor, which may be empty. Changes the values and the slots. Each slot has as many
+///     elements as the tensor, and none beyond `used_slots()`. Allocates nothing: see 8.
+///  8. optionally `std::size_t workspace(std::span<const std::size_t> shape) const`: how many
+///     elements of scratch memory `update` needs for a tensor of this shape. Default: none.
+///  9. optionally `void validate(std::span<const std::size_t> shape) const`: throws `UsageError`
+///     for a tensor that it can't take; the message says why, and what to do. The caller puts the
+///     parameter's name before it. Default: takes all.
+/// 10. The result depends on nothing but the tensor, its gradient, its slots, the options and t, to
+///     the last bit: which rank updates a tensor, where it lies in memory, what is in the workspace
+///     and which tensors came before is arbitrary.
+///
+/// A minimal model, descent by steps of one length:
+/// @code
+/// struct NormalizedDescent {
+///   double lr = 1e-3;
+///   static constexpr std::array<std::string_view, 0> slots{};
+///   template <class T>
+///   void update(zero::TensorRef<T> tensor, std::array<std::span<T>, 0>, std::int64_t) const {
+///     double squares = 0;
+///     for (const T g : tensor.gradient) squares += double(g) * double(g);
+///     const T scale = squares > 0 ? T(lr / zero::sqrt(squares)) : T(0);
+///     for (std::size_t i = 0; i < tensor.values.size(); ++i) {
+///       tensor.values[i] -= scale * tensor.gradient[i];
+///     }
+///   }
+/// };
+/// @endcode
 #pragma once
 
 #include <array>
@@ -64,6 +91,8 @@ struct TensorRef {
   std::span<const std::size_t> shape;
   std::span<T> values;
   std::span<const T> gradient;
+  /// As many elements as `workspace_elements(optimizer, shape)`; what is in them is arbitrary.
+  std::span<T> workspace;
 };
 
 /// Names its state arrays, at compile time.
@@ -123,6 +152,11 @@ concept HasOptionalSlots = requires(const O& optimizer) {
   { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
 };
 
+template <class O>
+concept HasWorkspace = requires(const O& optimizer, std::span<const std::size_t> shape) {
+  { optimizer.workspace(shape) } -> std::convertible_to<std::size_t>;
+};
+
 }  // namespace detail
 
 /// How many leading slots these options need.
@@ -139,6 +173,23 @@ template <NamesSlots O>
 template <NamesSlots O>
 void validate(const O& optimizer) {
   if constexpr (requires { optimizer.validate(); }) optimizer.validate();
+}
+
+/// Throws `UsageError` where the optimizer says that it can't take a tensor of this shape.
+template <NamesSlots O>
+void validate(const O& optimizer, std::span<const std::size_t> shape) {
+  if constexpr (requires { optimizer.validate(shape); }) optimizer.validate(shape);
+}
+
+/// How many elements of scratch memory one update of a tensor of this shape needs.
+template <NamesSlots O>
+[[nodiscard]] constexpr std::size_t workspace_elements(const O& optimizer,
+                                                       std::span<const std::size_t> shape) {
+  if constexpr (detail::HasWorkspace<O>) {
+    return optimizer.workspace(shape);
+  } else {
+    return 0;
+  }
 }
 
 }  // namespace zero
