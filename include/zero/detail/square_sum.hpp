@@ -89,7 +89,7 @@ class SquareSum {
   [[nodiscard]] bool finite() const noexcept { return not_finite_ == 0; }
 
   /// Adds `number * 2^exponent`, `exponent` at least -1074.
-  void add(std::uint64_t number, int exponent) noexcept {
+  void add_integer(std::uint64_t number, int exponent) noexcept {
     const auto at = std::size_t(exponent - lowest_exponent);
     const int shift = int(at % 64);
     add_limb(at / 64, number << shift);
@@ -127,8 +127,8 @@ inline constexpr int mantissa_bits = std::numeric_limits<T>::digits - 1;
 template <class T>
 inline constexpr auto magnitude_mask = FloatBits<T>(~FloatBits<T>{0} >> 1);
 template <class T>
-inline constexpr auto infinity_bits = std::bit_cast<FloatBits<T>>(
-    std::numeric_limits<T>::infinity());
+inline constexpr auto infinity_bits =
+    std::bit_cast<FloatBits<T>>(std::numeric_limits<T>::infinity());
 /// The exponent's field, of denormal numbers as of the smallest normal ones, whose unit they share.
 template <class T>
 [[gnu::always_inline]] inline int exponent_field(FloatBits<T> magnitude) noexcept {
@@ -162,7 +162,7 @@ void add_term(SquareSum& sum, T value) noexcept {
   std::uint64_t number = magnitude & (leading - 1);
   if (magnitude >= leading) number |= leading;
   if constexpr (Term::per_exponent == 2) number *= number;
-  sum.add(number, Term::per_exponent * exponent_field<T>(magnitude) + Term::unit);
+  sum.add_integer(number, Term::per_exponent * exponent_field<T>(magnitude) + Term::unit);
 }
 
 #if ZERO_VECTOR_TYPES
@@ -171,12 +171,41 @@ void add_term(SquareSum& sum, T value) noexcept {
 /// that their sums leave most of a double's digits to the terms.
 inline constexpr std::size_t square_block = 512;
 
+#if ZERO_SSE2
+// g++ 12 converts element by element what follows the vector types' own rules.
+
+[[gnu::always_inline]] inline void widen(const float* from, VectorOf<double, 16>::type& wide) {
+  typename VectorOf<double, 2 * sizeof(double)>::type two{};
+  std::memcpy(&two, from, 2 * sizeof(float));
+  wide = (VectorOf<double, 16>::type)_mm_cvtps_pd((__m128)two);
+}
+
+#if ZERO_AVX2_CLONES
+[[gnu::target("avx2")]]
+#endif
+inline void widen(const float* from, VectorOf<double, 32>::type& wide) {
+  struct Four {
+    float of[4];
+  };
+  asm("vcvtps2pd {%1, %0|%0, %1}" : "=x"(wide) : "m"(*reinterpret_cast<const Four*>(from)));
+}
+
+#else
+
+template <class Wide>
+[[gnu::always_inline]] inline void widen(const float* from, Wide& wide) {
+  typename VectorOf<float, sizeof(Wide) / 2>::type narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  wide = __builtin_convertvector(narrow, Wide);
+}
+
+#endif
+
 /// Vectors that blocks of terms are folded in. None is ever passed to a real call.
 template <class T, std::size_t bytes>
 struct SquareVectors {
   using Source = typename VectorOf<T, bytes>::type;
   using SourceBits = typename VectorOf<FloatBits<T>, bytes>::type;
-  using Narrow = typename VectorOf<float, bytes / 2>::type;
   using Wide = typename VectorOf<double, bytes>::type;
   using WideBits = typename VectorOf<std::int64_t, bytes>::type;
   static constexpr std::size_t lanes = bytes / sizeof(double);
@@ -186,9 +215,8 @@ struct SquareVectors {
     if constexpr (sizeof(T) == sizeof(double)) {
       std::memcpy(&terms, from, sizeof terms);
     } else {
-      Narrow narrow;
-      std::memcpy(&narrow, from, sizeof narrow);
-      const Wide wide = __builtin_convertvector(narrow, Wide);
+      Wide wide;
+      widen(from, wide);
       // No rounding here, so it doesn't matter whether it's contracted with what follows.
       terms = wide * wide;
     }
@@ -227,10 +255,30 @@ template <class T, std::size_t bytes>
   return range;
 }
 
+/// Copies a block: numbers of magnitude `least` and more, and NaNs, to `large`, the others to
+/// `small`, each with zeros in the gaps.
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline void split_block(const T* values, std::size_t count, T least,
+                                               T* large, T* small) {
+  using V = SquareVectors<T, bytes>;
+  using Bits = typename V::SourceBits;
+  const typename V::Source limit = typename V::Source{} + least;
+  for (std::size_t i = 0; i < count; i += V::width) {
+    Bits number;
+    std::memcpy(&number, values + i, sizeof number);
+    number &= magnitude_mask<T>;
+    const Bits below = (Bits)((typename V::Source)number < limit);
+    const Bits above = number & ~below;
+    number &= below;
+    std::memcpy(large + i, &above, sizeof above);
+    std::memcpy(small + i, &number, sizeof number);
+  }
+}
+
 // Of a block, all terms are below 2^top and each of its (at least 4) lanes sums up to 128 of them:
 // below 2^(top + 7).
 inline constexpr int fold_sum = 7;
-/// A lane's first sum starts at 2^52 units and stays below 2^53, so that it has this unit.
+/// A lane's first sum starts at 2^52 units and does not pass 2^53, so that it has this unit.
 inline constexpr int fold_first = fold_sum - 52;
 /// What the first sum leaves of a term is at most its unit, in whatever rounding mode, and 128 of
 /// that from each of 2 lanes are at most 2^53 of these units.
@@ -265,7 +313,8 @@ template <class T, std::size_t bytes>
     fold(term0, first0, second0);
     fold(term1, first1, second1);
   }
-  const WideBits first = ((WideBits)first0 - (WideBits)start) + ((WideBits)first1 - (WideBits)start);
+  const WideBits first =
+      ((WideBits)first0 - (WideBits)start) + ((WideBits)first1 - (WideBits)start);
   const Wide second = second0 + second1;
   const double scale = power(-(top + fold_second));
   double any = 0;
@@ -281,8 +330,8 @@ template <class T, std::size_t bytes>
   const std::uint64_t shifted = std::uint64_t(high) << distance;
   const std::uint64_t word = shifted + std::uint64_t(low);
   const std::uint64_t carry = std::uint64_t{word < shifted} - std::uint64_t{low < 0};
-  sum.add(word, top + fold_second);
-  sum.add((std::uint64_t(high) >> (64 - distance)) + carry, top + fold_second + 64);
+  sum.add_integer(word, top + fold_second);
+  sum.add_integer((std::uint64_t(high) >> (64 - distance)) + carry, top + fold_second + 64);
   return true;
 }
 
@@ -293,26 +342,23 @@ template <class T, std::size_t bytes>
   using Term = SquareTerm<T>;
   // So much smaller a number may be than the largest one, in powers of two.
   constexpr int reach = (-fold_second - Term::bits) / Term::per_exponent;
+  alignas(64) T within[square_block];
   alignas(64) T rest[square_block];
   for (;;) {
     const auto range = square_range<T, bytes>(values, count);
     const int largest = exponent_field<T>(range.largest);
     if (largest < Term::first_safe || largest > Term::last_safe) break;
+    const bool wide = largest - exponent_field<T>(range.smallest) > reach;
+    const T* folded = values;
+    if (wide) {
+      // First the numbers within reach, then the others in the same way.
+      const auto least = std::bit_cast<T>(FloatBits<T>(largest - reach) << mantissa_bits<T>);
+      split_block<T, bytes>(values, count, least, within, rest);
+      folded = within;
+    }
     const int top = Term::per_exponent * largest + Term::unit + Term::bits;
-    if (largest - exponent_field<T>(range.smallest) <= reach) {
-      if (!fold_square_block<T, bytes>(sum, values, count, top)) break;
-      return;
-    }
-    // Rare: first the numbers within reach, then the others in the same way.
-    const auto least = FloatBits<T>(FloatBits<T>(largest - reach) << mantissa_bits<T>);
-    alignas(64) T within[square_block];
-    for (std::size_t i = 0; i < count; ++i) {
-      const T value = values[i];
-      const bool large = (std::bit_cast<FloatBits<T>>(value) & magnitude_mask<T>) >= least;
-      within[i] = large ? value : T(0);
-      rest[i] = large ? T(0) : value;
-    }
-    if (!fold_square_block<T, bytes>(sum, within, count, top)) break;
+    if (!fold_square_block<T, bytes>(sum, folded, count, top)) break;
+    if (!wide) return;
     values = rest;
   }
   for (std::size_t i = 0; i < count; ++i) add_term(sum, values[i]);
@@ -321,23 +367,28 @@ template <class T, std::size_t bytes>
 template <class T, std::size_t bytes>
 [[gnu::always_inline]] inline void add_square_blocks(SquareSum& sum, const T* values,
                                                      std::size_t count) {
-  constexpr std::size_t step = 2 * SquareVectors<T, bytes>::lanes;
+  using V = SquareVectors<T, bytes>;
+  constexpr std::size_t step = 2 * V::lanes;
   alignas(64) T copy[square_block];
   while (count != 0) {
     const std::size_t taken = std::min(count, square_block);
-    std::size_t padded = taken;
+    const std::size_t padded = (taken + step - 1) / step * step;
     const T* block = values;
-    if constexpr (std::is_same_v<T, double>) {
-      for (std::size_t i = 0; i < taken; ++i) copy[i] = values[i] * values[i];
-      block = copy;
-    } else if (taken % step != 0) {
+    if (padded != taken) {
+      std::memset(copy + taken, 0, (padded - taken) * sizeof(T));
       std::memcpy(copy, values, taken * sizeof(T));
       block = copy;
     }
-    for (; padded % step != 0; ++padded) copy[padded] = 0;
     if constexpr (std::is_same_v<T, double>) {
+      for (std::size_t i = 0; i < padded; i += V::width) {
+        typename V::Source numbers;
+        std::memcpy(&numbers, block + i, sizeof numbers);
+        numbers *= numbers;
+        std::memcpy(copy + i, &numbers, sizeof numbers);
+      }
       // The multiplication ends here: contracted with an addition it would round once less.
       asm("" : "+m"(copy));
+      block = copy;
     }
     add_square_block<T, bytes>(sum, block, padded);
     values += taken;
