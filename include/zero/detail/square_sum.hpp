@@ -49,9 +49,10 @@ class SquareSum {
   void add(const SquareSum& other) noexcept {
     std::uint64_t carry = 0;
     for (std::size_t i = 0; i < limbs_.size(); ++i) {
-      const std::uint64_t sum = limbs_[i] + other.limbs_[i];
+      const std::uint64_t theirs = other.limbs_[i];  // which may be ours
+      const std::uint64_t sum = limbs_[i] + theirs;
       limbs_[i] = sum + carry;
-      carry = std::uint64_t{sum < other.limbs_[i]} | std::uint64_t{limbs_[i] < carry};
+      carry = std::uint64_t{sum < theirs} | std::uint64_t{limbs_[i] < carry};
     }
     not_finite_ |= other.not_finite_;
   }
@@ -242,7 +243,11 @@ template <class T, std::size_t bytes>
     magnitude &= magnitude_mask<T>;
     const Source value = (Source)magnitude;
     // One less, zero is a NaN and loses every comparison.
-    const Source less = (Source)(magnitude - 1);
+    Source less = (Source)(magnitude - 1);
+#if ZERO_SSE2
+    // g++ 12 with AVX-512 would merge the subtraction into a masked, much slower minimum.
+    asm("" : "+x"(less));
+#endif
     largest = value > largest ? value : largest;
     smallest = less < smallest ? less : smallest;
   }
