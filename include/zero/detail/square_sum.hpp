@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// A sum of squares in double, over packs.
+/// The exact sum of squares of which a global norm is made.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <span>
 #include <type_traits>
 
 #include "zero/config.hpp"
@@ -14,67 +21,458 @@
 
 namespace zero::detail {
 
-#if ZERO_SSE2 && ZERO_VECTOR_TYPES
+/// How squares are summed here: in vectors of so many bytes, or one by one (0). A parameter of
+/// whatever depends on it, so that files of one program may differ.
+#if !ZERO_VECTOR_TYPES
+inline constexpr std::size_t square_vector_bytes = 0;
+#elif ZERO_SSE2 && !ZERO_AVX2_CLONES
+inline constexpr std::size_t square_vector_bytes = 32;
+#else
+inline constexpr std::size_t square_vector_bytes = 16;
+#endif
 
-/// Four floats as doubles, in one instruction: what the compiler makes of `__builtin_convertvector`
-/// in a function that is later inlined into an AVX2 clone takes four. By reference, see `sqrt_avx`.
+/// The sum of squares of numbers, exact: its bytes depend on neither order nor grouping, nor on who
+/// summed what, nor on the instruction set. Trivially copyable and of fixed size: ranks exchange it
+/// as bytes. Equal sums have equal bytes.
+///
+/// Under `-ffast-math`, which may reassociate sums, nothing of this holds. Where the processor is
+/// told to take denormal numbers for zero, they count as zero.
+class SquareSum {
+ public:
+  /// Exact.
+  template <std::size_t bytes = square_vector_bytes>
+  void add(std::span<const float> values) noexcept;
+  /// Exact sums of the squares, each rounded to double: beyond 1.3e154 it is infinite, below
+  /// 1e-162 zero, and below 1.5e-154 it has fewer digits.
+  template <std::size_t bytes = square_vector_bytes>
+  void add(std::span<const double> values) noexcept;
+  void add(const SquareSum& other) noexcept {
+    std::uint64_t carry = 0;
+    for (std::size_t i = 0; i < limbs_.size(); ++i) {
+      const std::uint64_t theirs = other.limbs_[i];  // which may be ours
+      const std::uint64_t sum = limbs_[i] + theirs;
+      limbs_[i] = sum + carry;
+      carry = std::uint64_t{sum < theirs} | std::uint64_t{limbs_[i] < carry};
+    }
+    not_finite_ |= other.not_finite_;
+  }
+
+  /// The sum, rounded to the nearest double, ties to even. NaN if a NaN was added, else infinite if
+  /// an infinite square was, or if the sum is beyond the doubles.
+  [[nodiscard]] double value() const noexcept {
+    using Limits = std::numeric_limits<double>;
+    if ((not_finite_ & nan) != 0) return Limits::quiet_NaN();
+    if ((not_finite_ & infinite) != 0) return Limits::infinity();
+    std::size_t top = limbs_.size() - 1;
+    while (top > 0 && limbs_[top] == 0) --top;
+    // Sums below 2^53 units are doubles as they are: the unit is the smallest denormal number.
+    const int length = int(64 * top) + int(std::bit_width(limbs_[top]));
+    if (length <= 53) return std::bit_cast<double>(limbs_[0]);
+    const int dropped = length - 53;
+    const auto limb = std::size_t(dropped) / 64;
+    const int shift = dropped % 64;
+    std::uint64_t kept = limbs_[limb] >> shift;
+    if (shift > 11) kept |= limbs_[limb + 1] << (64 - shift);
+    const auto bit = [&](int i) { return limbs_[std::size_t(i) / 64] >> (i % 64); };
+    if ((bit(dropped - 1) & 1) != 0) {
+      const auto half = std::size_t(dropped - 1) / 64;
+      bool above_half = (limbs_[half] & ((std::uint64_t{1} << ((dropped - 1) % 64)) - 1)) != 0;
+      for (std::size_t i = 0; i < half; ++i) above_half |= limbs_[i] != 0;
+      kept += std::uint64_t{above_half} | (kept & 1);
+    }
+    // `kept` holds its leading bit, or the next higher one after rounding up: added, not or-ed, it
+    // raises the exponent.
+    if (dropped + 1 > 2046) return Limits::infinity();
+    return std::bit_cast<double>((std::uint64_t(dropped) << 52) + kept);
+  }
+
+  /// Whether all numbers and their squares were finite.
+  [[nodiscard]] bool finite() const noexcept { return not_finite_ == 0; }
+
+  /// Adds `number * 2^exponent`, `exponent` at least -1074.
+  void add_integer(std::uint64_t number, int exponent) noexcept {
+    const auto at = std::size_t(exponent - lowest_exponent);
+    const int shift = int(at % 64);
+    add_limb(at / 64, number << shift);
+    if (shift != 0) add_limb(at / 64 + 1, number >> (64 - shift));
+  }
+  void add_infinity() noexcept { not_finite_ |= infinite; }
+  void add_nan() noexcept { not_finite_ |= nan; }
+
+  friend bool operator==(const SquareSum&, const SquareSum&) = default;
+
+ private:
+  /// The unit is the smallest positive double.
+  static constexpr int lowest_exponent = -1074;
+  static constexpr std::uint64_t infinite = 1;
+  static constexpr std::uint64_t nan = 2;
+
+  void add_limb(std::size_t limb, std::uint64_t number) noexcept {
+    limbs_[limb] += number;
+    if (limbs_[limb] >= number) return;
+    while (++limbs_[++limb] == 0) {
+    }
+  }
+
+  /// Least significant first; room for 2^78 of the largest squares.
+  std::array<std::uint64_t, 34> limbs_{};
+  std::uint64_t not_finite_ = 0;
+};
+static_assert(std::is_trivially_copyable_v<SquareSum> && sizeof(SquareSum) == 280);
+
+/// What is known of floats and doubles as bits.
+template <class T>
+using FloatBits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
+template <class T>
+inline constexpr int mantissa_bits = std::numeric_limits<T>::digits - 1;
+template <class T>
+inline constexpr auto magnitude_mask = FloatBits<T>(~FloatBits<T>{0} >> 1);
+template <class T>
+inline constexpr auto infinity_bits =
+    std::bit_cast<FloatBits<T>>(std::numeric_limits<T>::infinity());
+/// The exponent's field, of denormal numbers as of the smallest normal ones, whose unit they share.
+template <class T>
+[[gnu::always_inline]] inline int exponent_field(FloatBits<T> magnitude) noexcept {
+  return std::max(int(magnitude >> mantissa_bits<T>), 1);
+}
+
+/// A number's term in the sum: a float's square; a double as it is, since doubles are squared
+/// before. Every finite one is an integer below 2^`bits` times 2^(`per_exponent` * field + `unit`).
+template <class T>
+struct SquareTerm;
+template <>
+struct SquareTerm<float> {
+  static constexpr int per_exponent = 2, unit = -300, bits = 48;
+  /// Whether all terms, and the units to fold blocks of them, are normal doubles.
+  static constexpr int first_safe = 0, last_safe = 255;
+};
+template <>
+struct SquareTerm<double> {
+  static constexpr int per_exponent = 1, unit = -1075, bits = 53;
+  static constexpr int first_safe = 150, last_safe = 2000;
+};
+
+/// One term by integer arithmetic: what defines the sum.
+template <class T>
+void add_term(SquareSum& sum, T value) noexcept {
+  using Term = SquareTerm<T>;
+  const auto magnitude = FloatBits<T>(std::bit_cast<FloatBits<T>>(value) & magnitude_mask<T>);
+  if (magnitude > infinity_bits<T>) return sum.add_nan();
+  if (magnitude == infinity_bits<T>) return sum.add_infinity();
+  constexpr auto leading = FloatBits<T>{1} << mantissa_bits<T>;
+  std::uint64_t number = magnitude & (leading - 1);
+  if (magnitude >= leading) number |= leading;
+  if constexpr (Term::per_exponent == 2) number *= number;
+  sum.add_integer(number, Term::per_exponent * exponent_field<T>(magnitude) + Term::unit);
+}
+
+/// Floats without vectors: squares of one exponent have one unit, so they are summed as integers.
+inline void add_by_exponent(SquareSum& sum, std::span<const float> values) noexcept {
+  constexpr std::size_t block = 4096;  // times 2^48, the largest square, it's below 2^64
+  constexpr std::size_t not_finite = 255;
+  while (!values.empty()) {
+    const auto taken = values.first(std::min(block, values.size()));
+    std::array<std::uint64_t, not_finite + 1> sums{};
+    for (const float value : taken) {
+      const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & magnitude_mask<float>;
+      const std::uint32_t field = magnitude >> mantissa_bits<float>;
+      const std::uint32_t leading = std::uint32_t{field != 0} << mantissa_bits<float>;
+      const std::uint64_t number = (magnitude & 0x7fffff) | leading;
+      sums[field] += number * number;
+    }
+    for (std::size_t field = 0; field < not_finite; ++field) {
+      if (sums[field] == 0) continue;
+      sum.add_integer(sums[field], 2 * std::max(int(field), 1) + SquareTerm<float>::unit);
+    }
+    if (sums[not_finite] != 0) {
+      for (const float value : taken)
+        if ((std::bit_cast<std::uint32_t>(value) & magnitude_mask<float>) >= infinity_bits<float>)
+          add_term(sum, value);
+    }
+    values = values.subspan(taken.size());
+  }
+}
+
+#if ZERO_VECTOR_TYPES
+
+/// How many terms are folded with one pair of units: enough to pay for what follows them, so few
+/// that their sums leave most of a double's digits to the terms.
+inline constexpr std::size_t square_block = 512;
+
+#if ZERO_SSE2
+// g++ 12 converts element by element what follows the vector types' own rules.
+
+[[gnu::always_inline]] inline void widen(const float* from, VectorOf<double, 16>::type& wide) {
+  typename VectorOf<double, 2 * sizeof(double)>::type two{};
+  std::memcpy(&two, from, 2 * sizeof(float));
+  wide = (VectorOf<double, 16>::type)_mm_cvtps_pd((__m128)two);
+}
+
 #if ZERO_AVX2_CLONES
 [[gnu::target("avx2")]]
 #endif
-inline void widen_avx(const VectorOf<float, 16>::type& x, VectorOf<double, 32>::type& wide) {
-  asm("vcvtps2pd {%1, %0|%0, %1}" : "=x"(wide) : "x"(x));
+inline void widen(const float* from, VectorOf<double, 32>::type& wide) {
+  struct Four {
+    float of[4];
+  };
+  asm("vcvtps2pd {%1, %0|%0, %1}" : "=x"(wide) : "m"(*reinterpret_cast<const Four*>(from)));
+}
+
+#else
+
+template <class Wide>
+[[gnu::always_inline]] inline void widen(const float* from, Wide& wide) {
+  typename VectorOf<float, sizeof(Wide) / 2>::type narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  wide = __builtin_convertvector(narrow, Wide);
 }
 
 #endif
 
-/// Sums squares in double, one sum a lane, so that number i of an array goes to sum i % width: the
-/// order, and with it the bits, is fixed by the array's length.
-/// @tparam X a pack of float or double
-template <class X>
-class SquareSum {
- public:
-  [[gnu::always_inline]] void add(const X& x) {
-#if ZERO_VECTOR_TYPES
-    if constexpr (std::is_same_v<typename X::value_type, float>) {
-      Doubles low, high;
-      widen(__builtin_shufflevector(x.lanes, x.lanes, 0, 1, 2, 3), low);
-      widen(__builtin_shufflevector(x.lanes, x.lanes, 4, 5, 6, 7), high);
-      sums_[0] += low * low;
-      sums_[1] += high * high;
+/// Vectors that blocks of terms are folded in. None is ever passed to a real call.
+template <class T, std::size_t bytes>
+struct SquareVectors {
+  using Source = typename VectorOf<T, bytes>::type;
+  using SourceBits = typename VectorOf<FloatBits<T>, bytes>::type;
+  using Wide = typename VectorOf<double, bytes>::type;
+  using WideBits = typename VectorOf<std::int64_t, bytes>::type;
+  static constexpr std::size_t lanes = bytes / sizeof(double);
+  static constexpr std::size_t width = bytes / sizeof(T);
+
+  [[gnu::always_inline]] static void load_terms(const T* from, Wide& terms) {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      std::memcpy(&terms, from, sizeof terms);
     } else {
-      sums_[0] += x.lanes * x.lanes;
+      Wide wide;
+      widen(from, wide);
+      // No rounding here, so it doesn't matter whether it's contracted with what follows.
+      terms = wide * wide;
     }
-#else
-    for (std::size_t i = 0; i < X::width; ++i) {
-      const auto number = static_cast<double>(x.lanes[i]);
-      sums_[i / 4][i % 4] += number * number;
-    }
-#endif
   }
-
-  [[nodiscard, gnu::always_inline]] double total() const {
-    double total = 0;
-    for (std::size_t i = 0; i < X::width; ++i) total += sums_[i / 4][i % 4];
-    return total;
-  }
-
- private:
-#if ZERO_VECTOR_TYPES
-  using Doubles = typename VectorOf<double, 32>::type;
-
-  [[gnu::always_inline]] static void widen(const typename VectorOf<float, 16>::type& x,
-                                           Doubles& wide) {
-#if ZERO_SSE2
-    if constexpr (std::is_same_v<X, typename X::InAvx>) return widen_avx(x, wide);
-#endif
-    wide = __builtin_convertvector(x, Doubles);
-  }
-#else
-  using Doubles = double[4];
-#endif
-  static_assert(X::width % 4 == 0);
-  Doubles sums_[X::width / 4] = {};
 };
+
+/// The magnitudes' bits of the largest number that is no NaN and the smallest that is not zero.
+template <class T>
+struct SquareRange {
+  FloatBits<T> largest, smallest;
+};
+
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline SquareRange<T> square_range(const T* values, std::size_t count) {
+  using V = SquareVectors<T, bytes>;
+  using Source = typename V::Source;
+  using Bits = typename V::SourceBits;
+  Source largest{};
+  Source smallest = Source{} + std::numeric_limits<T>::infinity();
+  for (std::size_t i = 0; i < count; i += V::width) {
+    Bits magnitude;
+    std::memcpy(&magnitude, values + i, sizeof magnitude);
+    magnitude &= magnitude_mask<T>;
+    const Source value = (Source)magnitude;
+    // One less, zero is a NaN and loses every comparison.
+    Source less = (Source)(magnitude - 1);
+#if ZERO_SSE2 && !ZERO_AVX2_CLONES
+    // g++ 12 with AVX-512 would merge the subtraction into a masked, much slower minimum.
+    asm("" : "+x"(less));
+#endif
+    largest = value > largest ? value : largest;
+    smallest = less < smallest ? less : smallest;
+  }
+  SquareRange<T> range{0, infinity_bits<T>};
+  for (std::size_t lane = 0; lane < V::width; ++lane) {
+    range.largest = std::max(range.largest, std::bit_cast<FloatBits<T>>(T(largest[lane])));
+    range.smallest =
+        std::min(range.smallest, FloatBits<T>(std::bit_cast<FloatBits<T>>(T(smallest[lane])) + 1));
+  }
+  return range;
+}
+
+/// Copies a block: numbers of magnitude `least` and more, and NaNs, to `large`, the others to
+/// `small`, each with zeros in the gaps.
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline void split_block(const T* values, std::size_t count, T least,
+                                               T* large, T* small) {
+  using V = SquareVectors<T, bytes>;
+  using Bits = typename V::SourceBits;
+  const typename V::Source limit = typename V::Source{} + least;
+  for (std::size_t i = 0; i < count; i += V::width) {
+    Bits number;
+    std::memcpy(&number, values + i, sizeof number);
+    number &= magnitude_mask<T>;
+    const Bits below = (Bits)((typename V::Source)number < limit);
+    const Bits above = number & ~below;
+    number &= below;
+    std::memcpy(large + i, &above, sizeof above);
+    std::memcpy(small + i, &number, sizeof number);
+  }
+}
+
+// Of a block, all terms are below 2^top and each of its (at least 4) lanes sums up to 128 of them:
+// below 2^(top + 7).
+inline constexpr int fold_sum = 7;
+/// A lane's first sum starts at 2^52 units and does not pass 2^53, so that it has this unit.
+inline constexpr int fold_first = fold_sum - 52;
+/// What the first sum leaves of a term is at most its unit, in whatever rounding mode, and 128 of
+/// that from each of 2 lanes are at most 2^53 of these units.
+inline constexpr int fold_second = fold_first + 8 - 53;
+
+/// Adds a block whose terms are below 2^top and multiples of 2^(top + fold_second). False, with
+/// nothing added, if a number was not finite.
+///
+/// Each term is split by adding it to a sum whose last digit is the first unit: Rump, Ogita & Oishi
+/// 2008, "Accurate Floating-Point Summation I", as indexed by Demmel & Nguyen 2013, "Fast
+/// Reproducible Floating-Point Summation".
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline bool fold_square_block(SquareSum& sum, const T* values,
+                                                     std::size_t count, int top) {
+  using V = SquareVectors<T, bytes>;
+  using Wide = typename V::Wide;
+  using WideBits = typename V::WideBits;
+  const auto power = [](int exponent) {
+    return std::bit_cast<double>(std::uint64_t(exponent + 1023) << 52);
+  };
+  const Wide start = Wide{} + power(top + fold_sum);
+  Wide first0 = start, first1 = start, second0{}, second1{};
+  const auto fold = [](const Wide& term, Wide& first, Wide& second) __attribute__((always_inline)) {
+    const Wide before = first;
+    first = before + term;
+    second += term - (first - before);
+  };
+  for (std::size_t i = 0; i < count; i += 2 * V::lanes) {
+    Wide term0, term1;
+    V::load_terms(values + i, term0);
+    V::load_terms(values + i + V::lanes, term1);
+    fold(term0, first0, second0);
+    fold(term1, first1, second1);
+  }
+  const WideBits first =
+      ((WideBits)first0 - (WideBits)start) + ((WideBits)first1 - (WideBits)start);
+  const Wide second = second0 + second1;
+  const double scale = power(-(top + fold_second));
+  double any = 0;
+  std::int64_t high = 0, low = 0;
+  for (std::size_t lane = 0; lane < V::lanes; ++lane) any += second[lane];
+  if (any != any) return false;
+  for (std::size_t lane = 0; lane < V::lanes; ++lane) {
+    high += first[lane];
+    low += std::int64_t(second[lane] * scale);
+  }
+  // high * 2^distance + low, which is not negative, in two words.
+  constexpr int distance = fold_first - fold_second;
+  const std::uint64_t shifted = std::uint64_t(high) << distance;
+  const std::uint64_t word = shifted + std::uint64_t(low);
+  const std::uint64_t carry = std::uint64_t{word < shifted} - std::uint64_t{low < 0};
+  sum.add_integer(word, top + fold_second);
+  sum.add_integer((std::uint64_t(high) >> (64 - distance)) + carry, top + fold_second + 64);
+  return true;
+}
+
+/// Adds a block of numbers, `count` a multiple of twice the lanes.
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline void add_square_block(SquareSum& sum, const T* values,
+                                                    std::size_t count) {
+  using Term = SquareTerm<T>;
+  // So much smaller a number may be than the largest one, in powers of two.
+  constexpr int reach = (-fold_second - Term::bits) / Term::per_exponent;
+  alignas(64) T within[square_block];
+  alignas(64) T rest[square_block];
+  for (;;) {
+    const auto range = square_range<T, bytes>(values, count);
+    const int largest = exponent_field<T>(range.largest);
+    if (largest < Term::first_safe || largest > Term::last_safe) break;
+    const bool wide = largest - exponent_field<T>(range.smallest) > reach;
+    const T* folded = values;
+    if (wide) {
+      // First the numbers within reach, then the others in the same way.
+      const auto least = std::bit_cast<T>(FloatBits<T>(largest - reach) << mantissa_bits<T>);
+      split_block<T, bytes>(values, count, least, within, rest);
+      folded = within;
+    }
+    const int top = Term::per_exponent * largest + Term::unit + Term::bits;
+    if (!fold_square_block<T, bytes>(sum, folded, count, top)) break;
+    if (!wide) return;
+    values = rest;
+  }
+  for (std::size_t i = 0; i < count; ++i) add_term(sum, values[i]);
+}
+
+template <class T, std::size_t bytes>
+[[gnu::always_inline]] inline void add_square_blocks(SquareSum& sum, const T* values,
+                                                     std::size_t count) {
+  using V = SquareVectors<T, bytes>;
+  constexpr std::size_t step = 2 * V::lanes;
+  alignas(64) T copy[square_block];
+  while (count != 0) {
+    const std::size_t taken = std::min(count, square_block);
+    const std::size_t padded = (taken + step - 1) / step * step;
+    const T* block = values;
+    if (padded != taken) {
+      std::memset(copy + taken, 0, (padded - taken) * sizeof(T));
+      std::memcpy(copy, values, taken * sizeof(T));
+      block = copy;
+    }
+    if constexpr (std::is_same_v<T, double>) {
+      for (std::size_t i = 0; i < padded; i += V::width) {
+        typename V::Source numbers;
+        std::memcpy(&numbers, block + i, sizeof numbers);
+        numbers *= numbers;
+        std::memcpy(copy + i, &numbers, sizeof numbers);
+      }
+      // The multiplication ends here: contracted with an addition it would round once less.
+      asm("" : "+m"(copy));
+      block = copy;
+    }
+    add_square_block<T, bytes>(sum, block, padded);
+    values += taken;
+    count -= taken;
+  }
+}
+
+template <class T, std::size_t bytes>
+[[gnu::flatten, gnu::noinline]] void add_squares_baseline(SquareSum& sum, const T* values,
+                                                          std::size_t count) {
+  add_square_blocks<T, bytes>(sum, values, count);
+}
+
+#if ZERO_AVX2_CLONES
+template <class T>
+[[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void add_squares_avx2(SquareSum& sum,
+                                                                           const T* values,
+                                                                           std::size_t count) {
+  add_square_blocks<T, 32>(sum, values, count);
+}
+#endif
+
+#endif
+
+/// By the widest vectors that the processor has.
+template <std::size_t bytes, class T>
+void add_squares(SquareSum& sum, std::span<const T> values) noexcept {
+#if ZERO_VECTOR_TYPES
+  if constexpr (bytes != 0) {
+#if ZERO_AVX2_CLONES
+    if (__builtin_cpu_supports("avx2")) {
+      return add_squares_avx2(sum, values.data(), values.size());
+    }
+#endif
+    return add_squares_baseline<T, bytes>(sum, values.data(), values.size());
+  }
+#endif
+  if constexpr (std::is_same_v<T, float>) {
+    add_by_exponent(sum, values);
+  } else {
+    for (const T value : values) add_term(sum, value * value);
+  }
+}
+
+template <std::size_t bytes>
+void SquareSum::add(std::span<const float> values) noexcept {
+  add_squares<bytes>(*this, values);
+}
+template <std::size_t bytes>
+void SquareSum::add(std::span<const double> values) noexcept {
+  add_squares<bytes>(*this, values);
+}
 
 }  // namespace zero::detail
 
