@@ -13,8 +13,11 @@
 
 namespace zero {
 
-/// The element types by number: what travels between ranks and into files.
-enum class ElementType : std::uint8_t { float32, float64 };
+/// The element types by number: what travels between ranks and into files. The number says the bit
+/// format: IEEE 754 binary32, binary64 and binary16, and bfloat16 (the upper half of a binary32).
+/// So the library converts any two-byte type whose traits say `float16` or `bfloat16` by its bits,
+/// be it `zero::bfloat16`, CUDA's `__nv_bfloat16` or PyTorch's `c10::BFloat16`.
+enum class ElementType : std::uint8_t { float32, float64, float16, bfloat16 };
 
 /// Describes an element type to the library. To admit another type, specialise with
 ///  - `type`: its `ElementType`
@@ -57,5 +60,15 @@ template <Element T>
 using arithmetic_t = typename element_traits<T>::arithmetic;
 
 static_assert(Element<float> && Element<double>);
+
+namespace detail {
+
+/// Whether elements are converted by their bits, whatever their own `load` and `store` would do.
+template <Element T>
+inline constexpr bool is_16_bit = (element_traits<T>::type == ElementType::float16 ||
+                                   element_traits<T>::type == ElementType::bfloat16) &&
+                                  sizeof(T) == 2 && std::is_same_v<arithmetic_t<T>, float>;
+
+}  // namespace detail
 
 }  // namespace zero

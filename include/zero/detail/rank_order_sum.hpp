@@ -11,8 +11,12 @@
 #include <type_traits>
 
 #include "zero/config.hpp"
+#include "zero/detail/convert.hpp"
+#include "zero/detail/pack.hpp"
+#include "zero/detail/rounding.hpp"
 #include "zero/detail/streamed_copy.hpp"
 #include "zero/element.hpp"
+#include "zero/rounding.hpp"
 
 #if ZERO_SSE2
 #include <emmintrin.h>
@@ -76,9 +80,141 @@ std::size_t sum_blocks(std::span<const T* const> sources, std::size_t i, std::si
   return i;
 }
 
+/// The sum as it's wanted: left in the arithmetic type, or rounded to `T`.
+template <Element T, class Out>
+Out rounded_sum(arithmetic_t<T> sum) noexcept {
+  if constexpr (std::is_same_v<Out, arithmetic_t<T>>) {
+    return sum;
+  } else {
+    return round_to<T, Rounding::nearest>(sum);
+  }
+}
+
+/// The elements from `i` to `n`, one by one.
+template <Element T, class Out>
+void sum_elements(std::span<const T* const> sources, std::size_t i, std::size_t n,
+                  Out* out) noexcept {
+  for (; i < n; ++i) {
+    arithmetic_t<T> sum = load_element(sources[0][i]);
+    for (std::size_t r = 1; r < sources.size(); ++r) sum += load_element(sources[r][i]);
+    out[i] = rounded_sum<T, Out>(sum);
+  }
+}
+
+#if ZERO_VECTOR_TYPES
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+template <class X, bool streamed, Element T, class Out>
+[[gnu::always_inline]] inline void store_sum(const X& sum, Out* to) {
+  if constexpr (streamed) {
+#if ZERO_SSE2
+    alignas(32) Out stored[X::width];
+    store_sum<X, false, T>(sum, stored);
+    for (std::size_t i = 0; i < sizeof stored / 16; ++i) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i,
+                       _mm_load_si128(reinterpret_cast<const __m128i*>(stored) + i));
+    }
+#endif
+  } else {
+    store_pack(sum, to);
+  }
+}
+
+/// Whole blocks of sums of 16-bit elements; returns where it stopped.
+/// @tparam streamed past the caches; `out` lies on 16 bytes
+template <class X, bool streamed, Element T, class Out>
+[[gnu::always_inline]] inline std::size_t sum_packed_blocks(std::span<const T* const> sources,
+                                                            std::size_t i, std::size_t n,
+                                                            Out* out) {
+  constexpr std::size_t w = X::width;
+  constexpr std::size_t block = 4 * w;  // a cache line of each source
+  // As above: every source is read before the block is written.
+  for (; n - i >= block; i += block) {
+    const T* x = sources[0] + i;
+    X s0 = load_pack<X>(x), s1 = load_pack<X>(x + w);
+    X s2 = load_pack<X>(x + 2 * w), s3 = load_pack<X>(x + 3 * w);
+    for (std::size_t r = 1; r < sources.size(); ++r) {
+      x = sources[r] + i;
+      s0 += load_pack<X>(x), s1 += load_pack<X>(x + w);
+      s2 += load_pack<X>(x + 2 * w), s3 += load_pack<X>(x + 3 * w);
+    }
+    Out* to = out + i;
+    store_sum<X, streamed, T>(s0, to), store_sum<X, streamed, T>(s1, to + w);
+    store_sum<X, streamed, T>(s2, to + 2 * w), store_sum<X, streamed, T>(s3, to + 3 * w);
+  }
+  return i;
+}
+
+template <class X, bool streamed, Element T, class Out>
+[[gnu::noinline]] std::size_t sum_packed_baseline(std::span<const T* const> sources, std::size_t i,
+                                                  std::size_t n, Out* out) noexcept {
+  return sum_packed_blocks<X, streamed>(sources, i, n, out);
+}
+
+#if ZERO_AVX2_CLONES
+template <class X, bool streamed, Element T, class Out>
+[[gnu::target("avx2"), gnu::noinline]] std::size_t sum_packed_avx2(
+    std::span<const T* const> sources, std::size_t i, std::size_t n, Out* out) noexcept {
+  return sum_packed_blocks<typename X::InAvx, streamed>(sources, i, n, out);
+}
+#endif
+
+/// The sums of 16-bit elements from `i` on, as far as they fill blocks; returns where it stopped.
+template <bool streamed, class X = Pack<float>, Element T, class Out>
+std::size_t sum_packed(std::span<const T* const> sources, std::size_t i, std::size_t n,
+                       Out* out) noexcept {
+#if ZERO_AVX2_CLONES
+  if (__builtin_cpu_supports("avx2")) {
+    return sum_packed_avx2<X, streamed, T, Out>(sources, i, n, out);
+  }
+#endif
+  return sum_packed_baseline<X, streamed, T, Out>(sources, i, n, out);
+}
+
+#pragma GCC diagnostic pop
+
+#endif
+
+/// Sums of elements that are computed in another type.
+/// @tparam Out `T`, or what its sums are computed in
+template <Element T, class Out>
+void sum_converted(std::span<const T* const> sources, std::size_t n, Out* out) noexcept {
+#if ZERO_VECTOR_TYPES
+  if constexpr (is_16_bit<T>) {
+    std::size_t done = 0;
+#if ZERO_SSE2
+    const auto* const to = static_cast<const void*>(out);
+    if (n * sizeof(Out) >= streamed_bytes &&
+        std::find(sources.begin(), sources.end(), to) == sources.end()) {
+      done = unaligned_elements(out, n);
+      sum_elements(sources, 0, done, out);
+      done = sum_packed<true>(sources, done, n, out);
+      _mm_sfence();
+    }
+#endif
+    done = sum_packed<false>(sources, done, n, out);
+    return sum_elements(sources, done, n, out);
+  }
+#endif
+  constexpr std::size_t block = 1024;
+  arithmetic_t<T> sums[block];
+  for (std::size_t i = 0; i < n; i += block) {
+    const std::size_t count = std::min(block, n - i);
+    for (std::size_t j = 0; j < count; ++j) sums[j] = load_element(sources[0][i + j]);
+    for (std::size_t r = 1; r < sources.size(); ++r) {
+      const T* x = sources[r] + i;
+      for (std::size_t j = 0; j < count; ++j) sums[j] += load_element(x[j]);
+    }
+    for (std::size_t j = 0; j < count; ++j) out[i + j] = rounded_sum<T, Out>(sums[j]);
+  }
+}
+
 /// `out[i] = ((sources[0][i] + sources[1][i]) + sources[2][i]) + …` in `arithmetic_t<T>`, rounded
-/// to `T` once. There is at least one source. `out` is disjoint from every source or is exactly
-/// one of them. The bits don't depend on `n`, on alignment, or on how a caller cuts a longer array.
+/// to `T` once, to nearest. There is at least one source. `out` is disjoint from every source or is
+/// exactly one of them. The bits don't depend on `n`, on alignment, or on how a caller cuts a
+/// longer array.
 template <Element T>
 void sum_in_rank_order(std::span<const T* const> sources, std::size_t n, T* out) noexcept {
   if constexpr (SumVector<T>::available && std::is_same_v<T, arithmetic_t<T>>) {
@@ -106,18 +242,19 @@ void sum_in_rank_order(std::span<const T* const> sources, std::size_t n, T* out)
                          [](const V& vector, T* to) { store_vector(vector, to); });
     sum_until(done, n);
   } else {
-    using Traits = element_traits<T>;
-    constexpr std::size_t block = 1024;
-    arithmetic_t<T> sums[block];
-    for (std::size_t i = 0; i < n; i += block) {
-      const std::size_t count = std::min(block, n - i);
-      for (std::size_t j = 0; j < count; ++j) sums[j] = Traits::load(sources[0][i + j]);
-      for (std::size_t r = 1; r < sources.size(); ++r) {
-        const T* x = sources[r] + i;
-        for (std::size_t j = 0; j < count; ++j) sums[j] += Traits::load(x[j]);
-      }
-      for (std::size_t j = 0; j < count; ++j) out[i + j] = Traits::store(sums[j]);
-    }
+    sum_converted(sources, n, out);
+  }
+}
+
+/// The same sum before it's rounded: `out` is disjoint from every source, unless `T` is what its
+/// sums are computed in.
+template <Element T>
+void sum_in_rank_order_to(std::span<const T* const> sources, std::size_t n,
+                          arithmetic_t<T>* out) noexcept {
+  if constexpr (std::is_same_v<T, arithmetic_t<T>>) {
+    sum_in_rank_order<T>(sources, n, out);
+  } else {
+    sum_converted(sources, n, out);
   }
 }
 
