@@ -166,6 +166,33 @@ void add_term(SquareSum& sum, T value) noexcept {
   sum.add_integer(number, Term::per_exponent * exponent_field<T>(magnitude) + Term::unit);
 }
 
+/// Floats without vectors: squares of one exponent have one unit, so they are summed as integers.
+inline void add_by_exponent(SquareSum& sum, std::span<const float> values) noexcept {
+  constexpr std::size_t block = 4096;  // times 2^48, the largest square, it's below 2^64
+  constexpr std::size_t not_finite = 255;
+  while (!values.empty()) {
+    const auto taken = values.first(std::min(block, values.size()));
+    std::array<std::uint64_t, not_finite + 1> sums{};
+    for (const float value : taken) {
+      const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & magnitude_mask<float>;
+      const std::uint32_t field = magnitude >> mantissa_bits<float>;
+      const std::uint32_t leading = std::uint32_t{field != 0} << mantissa_bits<float>;
+      const std::uint64_t number = (magnitude & 0x7fffff) | leading;
+      sums[field] += number * number;
+    }
+    for (std::size_t field = 0; field < not_finite; ++field) {
+      if (sums[field] == 0) continue;
+      sum.add_integer(sums[field], 2 * std::max(int(field), 1) + SquareTerm<float>::unit);
+    }
+    if (sums[not_finite] != 0) {
+      for (const float value : taken)
+        if ((std::bit_cast<std::uint32_t>(value) & magnitude_mask<float>) >= infinity_bits<float>)
+          add_term(sum, value);
+    }
+    values = values.subspan(taken.size());
+  }
+}
+
 #if ZERO_VECTOR_TYPES
 
 /// How many terms are folded with one pair of units: enough to pay for what follows them, so few
@@ -244,7 +271,7 @@ template <class T, std::size_t bytes>
     const Source value = (Source)magnitude;
     // One less, zero is a NaN and loses every comparison.
     Source less = (Source)(magnitude - 1);
-#if ZERO_SSE2
+#if ZERO_SSE2 && !ZERO_AVX2_CLONES
     // g++ 12 with AVX-512 would merge the subtraction into a masked, much slower minimum.
     asm("" : "+x"(less));
 #endif
@@ -431,7 +458,11 @@ void add_squares(SquareSum& sum, std::span<const T> values) noexcept {
     return add_squares_baseline<T, bytes>(sum, values.data(), values.size());
   }
 #endif
-  for (const T value : values) add_term(sum, std::is_same_v<T, double> ? value * value : value);
+  if constexpr (std::is_same_v<T, float>) {
+    add_by_exponent(sum, values);
+  } else {
+    for (const T value : values) add_term(sum, value * value);
+  }
 }
 
 template <std::size_t bytes>
