@@ -4,22 +4,22 @@
 /// `zero/comm/fault_injector.hpp`, for tests of what is built on communicators.
 #pragma once
 
-#include "zero/bfloat16.hpp"                // IWYU pragma: export
-#include "zero/bucket_view/no_view.hpp"     // IWYU pragma: export
+#include "zero/bfloat16.hpp"                         // IWYU pragma: export
+#include "zero/bucket_view/no_view.hpp"              // IWYU pragma: export
 #include "zero/bucket_view/param_and_grad_view.hpp"  // IWYU pragma: export
-#include "zero/bucket_view/param_view.hpp"  // IWYU pragma: export
-#include "zero/comm/in_process.hpp"         // IWYU pragma: export
-#include "zero/config.hpp"                  // IWYU pragma: export
-#include "zero/error.hpp"                   // IWYU pragma: export
-#include "zero/flat_params.hpp"             // IWYU pragma: export
-#include "zero/float16.hpp"                 // IWYU pragma: export
-#include "zero/layout.hpp"                  // IWYU pragma: export
-#include "zero/math.hpp"                    // IWYU pragma: export
-#include "zero/optim/adam.hpp"              // IWYU pragma: export
-#include "zero/optim/lamb.hpp"              // IWYU pragma: export
-#include "zero/optim/sgd.hpp"               // IWYU pragma: export
-#include "zero/parameter.hpp"               // IWYU pragma: export
-#include "zero/partition/balanced.hpp"      // IWYU pragma: export
-#include "zero/partition/contiguous.hpp"    // IWYU pragma: export
-#include "zero/rounding.hpp"                // IWYU pragma: export
-#include "zero/zero_sharded.hpp"            // IWYU pragma: export
+#include "zero/bucket_view/param_view.hpp"           // IWYU pragma: export
+#include "zero/comm/in_process.hpp"                  // IWYU pragma: export
+#include "zero/config.hpp"                           // IWYU pragma: export
+#include "zero/error.hpp"                            // IWYU pragma: export
+#include "zero/flat_params.hpp"                      // IWYU pragma: export
+#include "zero/float16.hpp"                          // IWYU pragma: export
+#include "zero/layout.hpp"                           // IWYU pragma: export
+#include "zero/math.hpp"                             // IWYU pragma: export
+#include "zero/optim/adam.hpp"                       // IWYU pragma: export
+#include "zero/optim/lamb.hpp"                       // IWYU pragma: export
+#include "zero/optim/sgd.hpp"                        // IWYU pragma: export
+#include "zero/parameter.hpp"                        // IWYU pragma: export
+#include "zero/partition/balanced.hpp"               // IWYU pragma: export
+#include "zero/partition/contiguous.hpp"             // IWYU pragma: export
+#include "zero/rounding.hpp"                         // IWYU pragma: export
+#include "zero/zero_sharded.hpp"                     // IWYU pragma: export

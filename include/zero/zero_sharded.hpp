@@ -214,8 +214,7 @@ class ZeroSharded {
   static_assert(Observer<Observe>,
                 "zero: the observer must model zero::Observer; see zero/observer.hpp");
 
-  using Engine =
-      detail::Engine<Opt, Store, Comm, Partition, BucketView, Stage, Precision, Observe>;
+  using Engine = detail::Engine<Opt, Store, Comm, Partition, BucketView, Stage, Precision, Observe>;
   using first_element = typename detail::first_of<typename Engine::elements>::type;
 
  public:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// The collective check, at construction and when a group is added, that all ranks were given the same.
+/// The collective check, at construction and when a group is added, that all ranks were given the
+/// same.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +69,8 @@ struct EngineIdentity {
 /// @param verb on whose behalf, for messages
 /// @param name gives a parameter's quoted name by index; rank 0's is what all ranks say
 template <HostExchange C, class Name>
-std::uint64_t require_agreement(C& comm, const char* verb, Digest mine, std::span<const ParameterDigest> parameters,
-                                const Name& name) {
+std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
+                                std::span<const ParameterDigest> parameters, const Name& name) {
   const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
   const auto refuse = [verb](std::size_t rank, const std::string& what) {
     throw UsageError(std::string(verb) + ": rank " + std::to_string(rank) +

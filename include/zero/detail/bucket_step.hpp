@@ -156,8 +156,7 @@ class BucketStep {
     const Interval whole = state_.layout->bucket(lane.index, bucket);
     const Interval mine = state_.layout->slice(lane.index, bucket, state_.rank());
     const std::size_t lane_begin = State::Stage::shards_state ? mine.begin : whole.begin;
-    const typename Lane::arithmetic* const sums =
-        lane.reduced.data() + traffic.sum_begin(bucket);
+    const typename Lane::arithmetic* const sums = lane.reduced.data() + traffic.sum_begin(bucket);
     return [&lane, scale, sums, lane_begin](const Fragment& f, std::size_t) {
       return lane.summed(sums + (f.lane_begin - lane_begin), scale);
     };
@@ -172,8 +171,7 @@ class BucketStep {
     for (const Launch& launch : launches_) {
       with_lane_and_traffic(launch.lane, [&](auto& lane, auto& traffic) {
         finish_reduce(launch, lane, traffic, finished);
-        state_.look_at_bucket(lane, launch.bucket, false,
-                              sums_of(launch.bucket, lane, traffic));
+        state_.look_at_bucket(lane, launch.bucket, false, sums_of(launch.bucket, lane, traffic));
       });
     }
   }

@@ -133,6 +133,30 @@ class BucketTraffic {
  private:
   enum class Kind { reduce, gather };
 
+  struct Flight {
+    // Requests come last: an unfinished one must be given up before its memory is.
+    HostArray<T> buffer;
+    HostArray<T> received{};
+    std::vector<std::size_t> counts;
+    std::vector<std::size_t> own_counts{};
+    Kind kind = Kind::reduce;
+    std::size_t bucket = 0;
+    using In = std::span<const T>;
+    using Out = std::span<T>;
+    using Counts = std::span<const std::size_t>;
+    std::optional<decltype(std::declval<Comm&>().all_to_all(In{}, Out{}))> all_to_all;
+    std::optional<decltype(std::declval<Comm&>().all_to_all_v(In{}, Counts{}, Out{}, Counts{}))>
+        all_to_all_v;
+    std::optional<decltype(std::declval<Comm&>().all_reduce(Out{}, ReduceOp::sum))> all_reduce;
+    std::optional<decltype(std::declval<Comm&>().reduce_scatter(In{}, Out{}, ReduceOp::sum))>
+        reduce_scatter;
+    std::optional<decltype(std::declval<Comm&>().reduce_scatter_v(In{}, Out{}, Counts{},
+                                                                  ReduceOp::sum))>
+        reduce_scatter_v;
+    std::optional<decltype(std::declval<Comm&>().all_gather(In{}, Out{}))> all_gather;
+    std::optional<decltype(std::declval<Comm&>().all_gather_v(In{}, Out{}, Counts{}))> all_gather_v;
+  };
+
   /// In one piece, packed where they don't lie so.
   std::span<const T> gradients_of(Interval whole, Flight& flight) {
     const std::span<const T> there = contiguous_gradients(whole);
@@ -172,9 +196,9 @@ class BucketTraffic {
     } else {
       count_slices(bucket, flight);
       std::fill(flight.own_counts.begin(), flight.own_counts.end(), mine);
-      flight.all_to_all_v.emplace(comm_->all_to_all_v(
-          input, std::span<const std::size_t>(flight.counts), output,
-          std::span<const std::size_t>(flight.own_counts)));
+      flight.all_to_all_v.emplace(
+          comm_->all_to_all_v(input, std::span<const std::size_t>(flight.counts), output,
+                              std::span<const std::size_t>(flight.own_counts)));
     }
   }
 
@@ -202,30 +226,6 @@ class BucketTraffic {
     request->wait();
     request.reset();
   }
-
-  struct Flight {
-    // Requests come last: an unfinished one must be given up before its memory is.
-    HostArray<T> buffer;
-    HostArray<T> received{};
-    std::vector<std::size_t> counts;
-    std::vector<std::size_t> own_counts{};
-    Kind kind = Kind::reduce;
-    std::size_t bucket = 0;
-    using In = std::span<const T>;
-    using Out = std::span<T>;
-    using Counts = std::span<const std::size_t>;
-    std::optional<decltype(std::declval<Comm&>().all_to_all(In{}, Out{}))> all_to_all;
-    std::optional<decltype(std::declval<Comm&>().all_to_all_v(In{}, Counts{}, Out{}, Counts{}))>
-        all_to_all_v;
-    std::optional<decltype(std::declval<Comm&>().all_reduce(Out{}, ReduceOp::sum))> all_reduce;
-    std::optional<decltype(std::declval<Comm&>().reduce_scatter(In{}, Out{}, ReduceOp::sum))>
-        reduce_scatter;
-    std::optional<decltype(std::declval<Comm&>().reduce_scatter_v(In{}, Out{}, Counts{},
-                                                                  ReduceOp::sum))>
-        reduce_scatter_v;
-    std::optional<decltype(std::declval<Comm&>().all_gather(In{}, Out{}))> all_gather;
-    std::optional<decltype(std::declval<Comm&>().all_gather_v(In{}, Out{}, Counts{}))> all_gather_v;
-  };
 
   Flight& take_off(Kind kind, std::size_t bucket) {
     if (in_flight_ == ring_.size()) land_oldest();

@@ -277,7 +277,8 @@ class Engine {
   std::string finish_marks() {
     try {
       if (accumulating_) {
-        throw UsageError("step: still accumulating; end the scope that accumulate() returned first");
+        throw UsageError(
+            "step: still accumulating; end the scope that accumulate() returned first");
       }
       marks_.require_no_lease();
       for (std::size_t g = 0; g < state_.groups.size(); ++g) {

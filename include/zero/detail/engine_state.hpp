@@ -249,8 +249,7 @@ struct EngineState : EngineIdentity {
    private:
     static auto type() {
       if constexpr (UpdateRule<Opt, A>) {
-        return std::type_identity<
-            decltype(std::declval<const Opt&>().template scalars<A>(1))>{};
+        return std::type_identity<decltype(std::declval<const Opt&>().template scalars<A>(1))>{};
       } else {
         return std::type_identity<std::int64_t>{};
       }
@@ -305,7 +304,7 @@ struct EngineState : EngineIdentity {
   template <class Lane>
   [[nodiscard]] auto own_gradient(Lane& lane) {
     return [&lane, scale = static_cast<typename Lane::arithmetic>(step_scale)](const Fragment& f,
-                                                                              std::size_t) {
+                                                                               std::size_t) {
       lane.sources[0] = lane.gradient_at(f);
       return GradientSum<typename Lane::element>{
           std::span<const typename Lane::element* const>(lane.sources.data(), 1), scale};
@@ -316,8 +315,7 @@ struct EngineState : EngineIdentity {
     for_each_lane([&](auto& lane) {
       const auto gradient = own_gradient(lane);
       for (std::size_t b = 0; b < layout->buckets(lane.index); ++b) {
-        observe(Phase::reduce, lane.index, b,
-                [&] { look_at_bucket(lane, b, false, gradient); });
+        observe(Phase::reduce, lane.index, b, [&] { look_at_bucket(lane, b, false, gradient); });
       }
     });
   }
@@ -537,8 +535,8 @@ struct EngineState : EngineIdentity {
     for (const ParameterInfo& info : seen.parameters) {
       some_16_bits = some_16_bits || (info.element_bytes == 2 && !info.frozen);
     }
-    const bool looks = looks_first() || (some_16_bits && settings.finite_check ==
-                                                             FiniteCheck::where_needed);
+    const bool looks =
+        looks_first() || (some_16_bits && settings.finite_check == FiniteCheck::where_needed);
     Lanes next;
     for_each_pair(next, [&](auto& lane, auto& old) {
       lane.index = old.index;
@@ -647,8 +645,8 @@ struct EngineState : EngineIdentity {
 
   /// Makes the lane's arrays, which begin with what `old` holds already.
   template <class Lane>
-  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map,
-                std::size_t slots_wanted, bool looks, std::size_t before) {
+  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map, std::size_t slots_wanted,
+                bool looks, std::size_t before) {
     const std::size_t kept =
         Stage::shards_state ? map.shard_elements(lane.index, rank()) : map.extent(lane.index);
     const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
@@ -668,8 +666,8 @@ struct EngineState : EngineIdentity {
         widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
       });
     }
-    lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks),
-                                                        settings.memory);
+    lane.reduced =
+        HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks), settings.memory);
   }
 
   template <class Lane>

@@ -113,7 +113,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     info.frozen = attributes.frozen;
     info.leader = attributes.alias.value_or(i);
     if (info.group >= groups) {
-      refuse_parameter(out, i, "is in group " + std::to_string(info.group) + ", but there are only " +
+      refuse_parameter(out, i,
+                       "is in group " + std::to_string(info.group) + ", but there are only " +
                            std::to_string(groups) +
                            "; give zero::Groups one set of options for each group");
     }
@@ -134,7 +135,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
       info.elements = values.size();
       info.element_bytes = sizeof(typename decltype(values)::value_type);
       if (shaped != values.size()) {
-        refuse_parameter(out, i, "has " + std::to_string(values.size()) + " values, but its shape holds " +
+        refuse_parameter(out, i,
+                         "has " + std::to_string(values.size()) + " values, but its shape holds " +
                              std::to_string(shaped));
       }
       if (values.data() == nullptr && !values.empty()) {
@@ -165,7 +167,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     if (leader >= i) continue;  // none, or the layout refuses it
     ++out.parameters[leader].ties;
     if (out.parameters[leader].group != out.parameters[i].group) {
-      refuse_parameter(out, i, "is tied to " + quoted(leader, out.parameters[leader].name) +
+      refuse_parameter(out, i,
+                       "is tied to " + quoted(leader, out.parameters[leader].name) +
                            " of another group; put both into one");
     }
   }
@@ -177,7 +180,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
   });
   for (std::size_t k = 1; k < count; ++k) {
     if (name(by_name[k]) != name(by_name[k - 1])) continue;
-    refuse_parameter(out, by_name[k], "has the name of " + quoted(by_name[k - 1], name(by_name[k - 1])) +
+    refuse_parameter(out, by_name[k],
+                     "has the name of " + quoted(by_name[k - 1], name(by_name[k - 1])) +
                          "; names must be unique");
   }
   refuse_overlaps(out, memory);

@@ -98,7 +98,10 @@ template <class Rule, class Scalars, class S, std::size_t slots, class G>
 void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<S, slots>& lane,
                      const Fragment& fragment, std::size_t state_begin, NoiseKey noise,
                      const GradientSum<G>& gradient) {
-  UpdateArrays<S, slots> arrays{lane.values_at(fragment), nullptr, {}, noise,
+  UpdateArrays<S, slots> arrays{lane.values_at(fragment),
+                                nullptr,
+                                {},
+                                noise,
                                 static_cast<std::uint32_t>(fragment.parameter_begin)};
   if constexpr (S::has_master) arrays.master = lane.master.data() + state_begin;
   for (std::size_t s = 0; s < zero::used_slots(rule); ++s) {

@@ -31,7 +31,7 @@ inline void widen_avx(const VectorOf<float, 16>::type& x, VectorOf<double, 32>::
 /// order, and with it the bits, is fixed by the array's length.
 /// @tparam X a pack of float or double
 template <class X>
-class SquareSum {
+class PackedSquareSum {
  public:
   [[gnu::always_inline]] void add(const X& x) {
 #if ZERO_VECTOR_TYPES

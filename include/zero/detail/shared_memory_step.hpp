@@ -112,8 +112,8 @@ class SharedMemoryStep {
                              state_.identity);
     }
     for (std::size_t r = 0; r < published.size(); ++r) {
-      require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(),
-                                peer(r).options, peer(0).options);
+      require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(), peer(r).options,
+                                peer(0).options);
     }
     state_.agree_on_presence([&](std::size_t i) {
       typename State::Presence presence{false, true};

@@ -27,15 +27,15 @@ void round_array(std::span<const A> from, T* to, NoiseKey noise) {
   using X = Pack<A>;
   std::size_t i = 0;
   for (; from.size() - i >= X::width; i += X::width) {
-    const RoundingPack<X, rounding> pack(noise, static_cast<std::uint32_t>(i));
-    pack.template store<quantity>(X::load(from.data() + i), to + i);
+    store_pack<rounding, quantity>(X::load(from.data() + i), to + i,
+                                   PackNoise<X>{noise, static_cast<std::uint32_t>(i)});
   }
   if (i == from.size()) return;
   alignas(32) A rest[X::width] = {};
   alignas(32) T rounded[X::width];
   std::copy(from.begin() + static_cast<std::ptrdiff_t>(i), from.end(), rest);
-  const RoundingPack<X, rounding> pack(noise, static_cast<std::uint32_t>(i));
-  pack.template store<quantity>(X::load(rest), rounded);
+  store_pack<rounding, quantity>(X::load(rest), rounded,
+                                 PackNoise<X>{noise, static_cast<std::uint32_t>(i)});
   std::copy_n(rounded, from.size() - i, to + i);
 }
 

@@ -29,7 +29,7 @@ namespace zero::detail {
 template <class S, std::size_t slots>
 struct UpdateArrays {
   typename S::value* values;
-  typename S::master* master;  ///< null where values are stepped as they lie
+  typename S::master* master;                  ///< null where values are stepped as they lie
   std::array<typename S::slot*, slots> state;  ///< null beyond the used slots
   /// Of the parameter in this step, and the index in it of the arrays' first element.
   NoiseKey noise{};
@@ -82,11 +82,11 @@ template <class S, class Rule, std::size_t used, class X, class Scalars, std::si
     [[maybe_unused]] std::array<X, slot_count<Rule>> slots;
     ((void)(slots[I] = I < used ? load_pack<X>(arrays.state[I] + at) : X(0)), ...);
     Rule::update(value, gradient, slots[I]..., scalars);
-    const RoundingPack<X, S::rounding> rounding(arrays.noise,
-                                                arrays.first + static_cast<std::uint32_t>(at));
+    const PackNoise<X> noise{arrays.noise, arrays.first + static_cast<std::uint32_t>(at)};
     if constexpr (S::has_master) value.store(arrays.master + at);
-    rounding.template store<0>(value, arrays.values + at);
-    ((void)(I < used ? rounding.template store<I + 1>(slots[I], arrays.state[I] + at) : void()),
+    store_pack<S::rounding, 0>(value, arrays.values + at, noise);
+    ((void)(I < used ? store_pack<S::rounding, I + 1>(slots[I], arrays.state[I] + at, noise)
+                     : void()),
      ...);
   }
 }

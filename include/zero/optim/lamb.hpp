@@ -127,7 +127,7 @@ struct Lamb {
                                               std::size_t count) {
     const Arrays<T> arrays = given;        // local copies: as far as the compiler knows, stores to
     const Scalars<T> scalars = constants;  // the arrays could change what the references stand for
-    detail::SquareSum<X> value_squares, direction_squares;
+    detail::PackedSquareSum<X> value_squares, direction_squares;
     const std::size_t whole = count - count % X::width;
     for (std::size_t at = 0; at < whole; at += X::width) {
       const X value = X::load(arrays.values + at);
