@@ -309,6 +309,18 @@ TEST_CASE("values are rounded to nearest, ties to even") {
   }
 }
 
+TEMPLATE_TEST_CASE("finite numbers raise nothing that could trap", "", float, double) {
+  std::mt19937 random(7);
+  for (const int width : {0, 10, 60}) {
+    auto values = random_numbers<TestType>(1030, -20 - width, -20, random);
+    for (std::size_t i = 0; i < values.size(); i += 1 + random() % 8) values[i] = 0;
+    std::feclearexcept(FE_ALL_EXCEPT);
+    const auto all = sums(std::span<const TestType>(values));
+    CHECK(std::fetestexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW) == 0);
+    CHECK(all[0].finite());
+  }
+}
+
 TEST_CASE("sums of floats don't depend on the rounding mode") {
   std::mt19937 random(6);
   for (int round = 0; round < 100; ++round) {

@@ -36,7 +36,7 @@ inline constexpr std::size_t square_vector_bytes = 16;
 /// as bytes. Equal sums have equal bytes.
 ///
 /// Under `-ffast-math`, which may reassociate sums, nothing of this holds. Where the processor is
-/// told to take denormal numbers for zero, they count as zero.
+/// told to take denormal numbers for zero, they may count as zero.
 class SquareSum {
  public:
   /// Exact.
@@ -143,7 +143,7 @@ struct SquareTerm;
 template <>
 struct SquareTerm<float> {
   static constexpr int per_exponent = 2, unit = -300, bits = 48;
-  /// Whether all terms, and the units to fold blocks of them, are normal doubles.
+  /// From which to which field of the largest number the units to fold with are normal doubles.
   static constexpr int first_safe = 0, last_safe = 255;
 };
 template <>
@@ -200,10 +200,11 @@ inline void add_by_exponent(SquareSum& sum, std::span<const float> values) noexc
 inline constexpr std::size_t square_block = 512;
 
 #if ZERO_SSE2
-// g++ 12 converts element by element what follows the vector types' own rules.
+// Instructions by name, since g++ 12 makes scalar or half as wide conversions of
+// `__builtin_convertvector`.
 
 [[gnu::always_inline]] inline void widen(const float* from, VectorOf<double, 16>::type& wide) {
-  typename VectorOf<double, 2 * sizeof(double)>::type two{};
+  VectorOf<double, 16>::type two{};
   std::memcpy(&two, from, 2 * sizeof(float));
   wide = (VectorOf<double, 16>::type)_mm_cvtps_pd((__m128)two);
 }
@@ -251,14 +252,13 @@ struct SquareVectors {
   }
 };
 
-/// The magnitudes' bits of the largest number that is no NaN and the smallest that is not zero.
-template <class T>
+/// Of the largest number that is no NaN, and of the smallest that is not zero (or one less).
 struct SquareRange {
-  FloatBits<T> largest, smallest;
+  int largest_field, smallest_field;
 };
 
 template <class T, std::size_t bytes>
-[[gnu::always_inline]] inline SquareRange<T> square_range(const T* values, std::size_t count) {
+[[gnu::always_inline]] inline SquareRange square_range(const T* values, std::size_t count) {
   using V = SquareVectors<T, bytes>;
   using Source = typename V::Source;
   using Bits = typename V::SourceBits;
@@ -269,22 +269,24 @@ template <class T, std::size_t bytes>
     std::memcpy(&magnitude, values + i, sizeof magnitude);
     magnitude &= magnitude_mask<T>;
     const Source value = (Source)magnitude;
-    // One less, zero is a NaN and loses every comparison.
-    Source less = (Source)(magnitude - 1);
+    // One less, zero is the largest integer. A quarter of each is a positive number again, never
+    // NaN, whose comparison could trap; and vectors of numbers always have a minimum.
+    Source quarter = (Source)((magnitude - 1) >> 2);
 #if ZERO_SSE2 && !ZERO_AVX2_CLONES
-    // g++ 12 with AVX-512 would merge the subtraction into a masked, much slower minimum.
-    asm("" : "+x"(less));
+    // g++ 12 with AVX-512 would merge the integer operation into a masked, much slower minimum.
+    asm("" : "+x"(quarter));
 #endif
     largest = value > largest ? value : largest;
-    smallest = less < smallest ? less : smallest;
+    smallest = quarter < smallest ? quarter : smallest;
   }
-  SquareRange<T> range{0, infinity_bits<T>};
+  FloatBits<T> above = 0, below = infinity_bits<T>;
   for (std::size_t lane = 0; lane < V::width; ++lane) {
-    range.largest = std::max(range.largest, std::bit_cast<FloatBits<T>>(T(largest[lane])));
-    range.smallest =
-        std::min(range.smallest, FloatBits<T>(std::bit_cast<FloatBits<T>>(T(smallest[lane])) + 1));
+    above = std::max(above, std::bit_cast<FloatBits<T>>(T(largest[lane])));
+    below = std::min(below, std::bit_cast<FloatBits<T>>(T(smallest[lane])));
   }
-  return range;
+  // Quarters that are denormal as numbers may have been compared as zeros.
+  const bool denormal = below >> mantissa_bits<T> == 0;
+  return {exponent_field<T>(above), denormal ? 1 : exponent_field<T>(FloatBits<T>(below * 4 + 1))};
 }
 
 /// Copies a block: numbers of magnitude `least` and more, and NaNs, to `large`, the others to
@@ -378,9 +380,9 @@ template <class T, std::size_t bytes>
   alignas(64) T rest[square_block];
   for (;;) {
     const auto range = square_range<T, bytes>(values, count);
-    const int largest = exponent_field<T>(range.largest);
+    const int largest = range.largest_field;
     if (largest < Term::first_safe || largest > Term::last_safe) break;
-    const bool wide = largest - exponent_field<T>(range.smallest) > reach;
+    const bool wide = largest - range.smallest_field > reach;
     const T* folded = values;
     if (wide) {
       // First the numbers within reach, then the others in the same way.
