@@ -13,7 +13,7 @@ namespace zero {
 
 namespace detail {
 
-/// The value of a binary16; exact. A signalling NaN stays one.
+/// The value of a binary16; exact. NaN stays NaN and becomes quiet, as F16C's instruction has it.
 ZERO_HOST_DEVICE constexpr float float16_value(std::uint16_t bits) noexcept {
   const std::uint32_t magnitude = bits & 0x7fffU;
   const std::uint32_t sign = (bits & 0x8000U) << 16;
@@ -26,6 +26,7 @@ ZERO_HOST_DEVICE constexpr float float16_value(std::uint16_t bits) noexcept {
   } else {
     // The exponents' biases are 15 and 127; 31 means infinity or NaN, as 255 does.
     value = (magnitude << 13) + (112U << 23) + (magnitude < 0x7c00U ? 0U : 112U << 23);
+    if (magnitude > 0x7c00U) value |= 0x400000U;
   }
   return __builtin_bit_cast(float, value | sign);
 }

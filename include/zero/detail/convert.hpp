@@ -26,6 +26,40 @@ namespace zero::detail {
 
 #if ZERO_VECTOR_TYPES
 
+/// Eight 16-bit elements.
+using Packed16 = typename VectorOf<std::uint16_t, 16>::type;
+
+#if ZERO_SSE2
+
+enum class AvxConversion { broadcast, widen, narrow, from_float16, to_float16 };
+
+/// Single instructions that g++ 12 replaces by several 16-byte ones when the code around them was
+/// written outside an AVX2 function. Those for float16 are F16C's, which every processor with AVX2
+/// has; they take rounding and subnormal numbers as IEEE 754 does, whatever the floating-point
+/// mode. By reference, as `sqrt_avx`.
+template <AvxConversion conversion, class From, class To>
+#if ZERO_AVX2_CLONES
+[[gnu::target("avx2")]]
+#endif
+inline void convert_avx(const From& from, To& to) {
+  if constexpr (conversion == AvxConversion::broadcast) {
+    asm("vpbroadcastd {%1, %0|%0, %1}" : "=x"(to) : "x"(from));
+  } else if constexpr (conversion == AvxConversion::widen) {
+    asm("vpmovzxwd {%1, %0|%0, %1}" : "=x"(to) : "x"(from));
+  } else if constexpr (conversion == AvxConversion::narrow) {
+    To high;
+    asm("vextracti128 {$1, %1, %0|%0, %1, 1}" : "=x"(high) : "x"(from));
+    const auto low = __builtin_shufflevector(from, from, 0, 1, 2, 3);
+    to = (To)_mm_packs_epi32((__m128i)low, (__m128i)high);
+  } else if constexpr (conversion == AvxConversion::from_float16) {
+    asm("vcvtph2ps {%1, %0|%0, %1}" : "=x"(to) : "x"(from));
+  } else {
+    asm("vcvtps2ph {$0, %1, %0|%0, %1, 0}" : "=x"(to) : "x"(from));
+  }
+}
+
+#endif
+
 /// The conversions on vectors of `bytes / 4` lanes, which hold 16-bit elements in their lower
 /// halves. Without branches: where the scalar functions decide, these take both ways and pick by
 /// masks, in integers, since `?:` on vectors wider than the registers is compiled lane by lane.
@@ -41,6 +75,10 @@ struct WideConversion {
     const typename VectorOf<std::uint32_t, 16>::type four{x, x, x, x};
     if constexpr (bytes == 16) {
       all = four;
+#if ZERO_SSE2
+    } else if constexpr (bytes == 32) {
+      convert_avx<AvxConversion::broadcast>(_mm_cvtsi32_si128(static_cast<int>(x)), all);
+#endif
     } else {
       all = __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3);
     }
@@ -75,12 +113,13 @@ struct WideConversion {
       const Unsigned sign = (stored ^ magnitude) << 16;
       const Unsigned small =
           (Unsigned)(__builtin_convertvector((Signed)magnitude, Float) * 0x1p-24F);
-      Unsigned is_normal, is_special, value;
+      Unsigned is_normal, is_special, is_nan, value;
       is_greater(magnitude, 0x3ff, is_normal);
       is_greater(magnitude, 0x7bff, is_special);
+      is_greater(magnitude, 0x7c00, is_nan);
       const Unsigned large = (magnitude << 13) + (112U << 23) + (is_special & (112U << 23));
       pick(is_normal, large, small, value);
-      values = (Float)(value | sign);
+      values = (Float)(value | sign | (is_nan & 0x400000U));
     }
   }
 
@@ -94,13 +133,13 @@ struct WideConversion {
     Unsigned is_nan;
     is_greater(magnitude, 0x7f800000, is_nan);
     if constexpr (type == ElementType::bfloat16) {
-      Unsigned sum, result;
+      Unsigned added;
       if constexpr (rounding == Rounding::nearest) {
-        sum = bits + 0x7fffU + (bits >> 16 & 1U);
+        added = (bits >> 16 & 1U) + 0x7fffU;
       } else {
-        sum = bits + noise16;
+        added = noise16;
       }
-      pick(is_nan, bits | 0x400000U, sum, result);
+      const Unsigned result = (bits + (added & ~is_nan)) | (is_nan & 0x400000U);
       rounded = (Unsigned)((Signed)result >> 16);
     } else {
       const Unsigned sign = (Unsigned)((Signed)(bits ^ magnitude) >> 16);
@@ -138,9 +177,6 @@ struct WideConversion {
   }
 };
 
-/// Eight 16-bit elements.
-using Packed16 = typename VectorOf<std::uint16_t, 16>::type;
-
 /// Whether 32-byte vectors exist where `X` is computed on, or are two of 16 bytes.
 template <class X>
 inline constexpr bool has_wide_vectors = !ZERO_SSE2 || std::is_same_v<X, typename X::InAvx>;
@@ -155,26 +191,29 @@ struct PackNoise {
 
 template <ElementType type, class X>
 [[gnu::always_inline]] inline void load_packed(const Packed16& stored, X& x) {
-  using Wide = WideConversion<32>;
 #if ZERO_SSE2
-  using Half = WideConversion<16>;
-  const __m128i zero_bits = _mm_setzero_si128();
-  const auto low = (typename Half::Unsigned)_mm_unpacklo_epi16((__m128i)stored, zero_bits);
-  const auto high = (typename Half::Unsigned)_mm_unpackhi_epi16((__m128i)stored, zero_bits);
-  if constexpr (has_wide_vectors<X>) {
-    const typename Wide::Unsigned both = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
-    Wide::template load<type>(both, x.lanes);
-  } else {
+  if constexpr (!has_wide_vectors<X>) {
+    using Half = WideConversion<16>;
+    const __m128i zero_bits = _mm_setzero_si128();
+    const auto low = (typename Half::Unsigned)_mm_unpacklo_epi16((__m128i)stored, zero_bits);
+    const auto high = (typename Half::Unsigned)_mm_unpackhi_epi16((__m128i)stored, zero_bits);
     typename Half::Float low_values, high_values;
     Half::template load<type>(low, low_values);
     Half::template load<type>(high, high_values);
     // Through memory: g++ 12 joins them lane by lane otherwise. What reads them reads halves again.
     std::memcpy(&x.lanes, &low_values, 16);
     std::memcpy(reinterpret_cast<char*>(&x.lanes) + 16, &high_values, 16);
+  } else if constexpr (type == ElementType::float16) {
+    convert_avx<AvxConversion::from_float16>(stored, x.lanes);
+  } else {
+    using Wide = WideConversion<32>;
+    typename Wide::Unsigned wide;
+    convert_avx<AvxConversion::widen>(stored, wide);
+    Wide::template load<type>(wide, x.lanes);
   }
 #else
-  const auto both = __builtin_convertvector(stored, typename Wide::Unsigned);
-  Wide::template load<type>(both, x.lanes);
+  using Wide = WideConversion<32>;
+  Wide::template load<type>(__builtin_convertvector(stored, typename Wide::Unsigned), x.lanes);
 #endif
 }
 
@@ -182,20 +221,8 @@ template <ElementType type, Rounding rounding, unsigned quantity, class X>
 [[gnu::always_inline]] inline void round_packed(const X& x, const PackNoise<X>& noise,
                                                 Packed16& rounded) {
   constexpr bool noisy = rounding == Rounding::stochastic;
-  using Wide = WideConversion<32>;
-  if constexpr (has_wide_vectors<X>) {
-    typename Wide::Unsigned noise16{}, wide;
-    if constexpr (noisy) Wide::template noise<quantity>(noise.key, noise.first, noise16);
-    Wide::template store<type, rounding>(x.lanes, noise16, wide);
 #if ZERO_SSE2
-    const auto low = __builtin_shufflevector(wide, wide, 0, 1, 2, 3);
-    const auto high = __builtin_shufflevector(wide, wide, 4, 5, 6, 7);
-    rounded = (Packed16)_mm_packs_epi32((__m128i)low, (__m128i)high);
-#else
-    rounded = __builtin_convertvector(wide, Packed16);
-#endif
-  } else {
-#if ZERO_SSE2
+  if constexpr (!has_wide_vectors<X>) {
     using Half = WideConversion<16>;
     const typename Half::Float low = __builtin_shufflevector(x.lanes, x.lanes, 0, 1, 2, 3);
     const typename Half::Float high = __builtin_shufflevector(x.lanes, x.lanes, 4, 5, 6, 7);
@@ -207,6 +234,21 @@ template <ElementType type, Rounding rounding, unsigned quantity, class X>
     Half::template store<type, rounding>(low, low_noise, low_bits);
     Half::template store<type, rounding>(high, high_noise, high_bits);
     rounded = (Packed16)_mm_packs_epi32((__m128i)low_bits, (__m128i)high_bits);
+    return;
+  } else if constexpr (type == ElementType::float16 && !noisy) {
+    convert_avx<AvxConversion::to_float16>(x.lanes, rounded);
+    return;
+  }
+#endif
+  if constexpr (has_wide_vectors<X>) {
+    using Wide = WideConversion<32>;
+    typename Wide::Unsigned noise16{}, wide;
+    if constexpr (noisy) Wide::template noise<quantity>(noise.key, noise.first, noise16);
+    Wide::template store<type, rounding>(x.lanes, noise16, wide);
+#if ZERO_SSE2
+    convert_avx<AvxConversion::narrow>(wide, rounded);
+#else
+    rounded = __builtin_convertvector(wide, Packed16);
 #endif
   }
 }

@@ -4,6 +4,7 @@
 /// vector type it vectorises under any flags; every lane has the bits of the scalar operation.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

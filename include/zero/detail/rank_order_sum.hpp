@@ -148,14 +148,15 @@ template <class X, bool streamed, Element T, class Out>
 }
 
 template <class X, bool streamed, Element T, class Out>
-[[gnu::noinline]] std::size_t sum_packed_baseline(std::span<const T* const> sources, std::size_t i,
-                                                  std::size_t n, Out* out) noexcept {
+[[gnu::flatten, gnu::noinline]] std::size_t sum_packed_baseline(std::span<const T* const> sources,
+                                                                std::size_t i, std::size_t n,
+                                                                Out* out) noexcept {
   return sum_packed_blocks<X, streamed>(sources, i, n, out);
 }
 
 #if ZERO_AVX2_CLONES
 template <class X, bool streamed, Element T, class Out>
-[[gnu::target("avx2"), gnu::noinline]] std::size_t sum_packed_avx2(
+[[gnu::target("avx2"), gnu::flatten, gnu::noinline]] std::size_t sum_packed_avx2(
     std::span<const T* const> sources, std::size_t i, std::size_t n, Out* out) noexcept {
   return sum_packed_blocks<typename X::InAvx, streamed>(sources, i, n, out);
 }
