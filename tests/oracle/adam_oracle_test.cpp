@@ -38,8 +38,8 @@ TEST_CASE("Adam: same bits, shared memory, replicated, two lanes") {
 TEST_CASE("Adam: same bits, collectives only, NoView") {
   check<CollectivesOnly, Tensors<FixedTensor, std::span<double>>, zero::NoView, zero::Stage1>(3000);
 }
-TEST_CASE("Adam: same bits, collectives only, two lanes in ParamView") {
-  check<CollectivesOnly, Tensors<Tensor, Either>, zero::ParamView, zero::Stage1>(4000);
+TEST_CASE("Adam: same bits, collectives only, two lanes in ParamAndGradView") {
+  check<CollectivesOnly, Tensors<Tensor, Either>, zero::ParamAndGradView, zero::Stage1>(4000);
 }
 TEST_CASE("Adam: same bits, collectives only, replicated in ParamView") {
   check<CollectivesOnly, Tensors<Tensor, std::span<float>>, zero::ParamView, zero::Replicated>(

@@ -18,14 +18,14 @@ using oracle::Tensors;
 
 TEST_CASE("Lion: same bits, shared memory") {
   oracle::check<SharedMemory, Tensors<Tensor, std::span<float>>, zero::ContiguousPartition,
-                zero::ParamView, zero::Stage1, Lion>(20000, {{.lr = 0.01, .weight_decay = 0.1}});
+                zero::ParamView, zero::Stage1, zero::MixedPrecision, Lion>(20000, {{.lr = 0.01, .weight_decay = 0.1}});
 }
 TEST_CASE("Lion: same bits, collectives only") {
   oracle::check<CollectivesOnly, Tensors<FixedTensor, std::span<double>>, zero::ContiguousPartition,
-                zero::NoView, zero::Stage1, Lion>(21000, {{}});
+                zero::NoView, zero::Stage1, zero::MixedPrecision, Lion>(21000, {{}});
 }
 TEST_CASE("AdamW: same bits, shared memory") {
   oracle::check<SharedMemory, Tensors<FixedTensor, std::span<float>>, zero::ContiguousPartition,
-                zero::NoView, zero::Stage1, zero::AdamW>(
+                zero::NoView, zero::Stage1, zero::MixedPrecision, zero::AdamW>(
       22000, {{.lr = 0.1, .weight_decay = 0.2, .amsgrad = true}, {}});
 }

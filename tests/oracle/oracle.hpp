@@ -5,15 +5,18 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -28,7 +31,7 @@ namespace oracle {
 struct Shape {
   std::vector<std::size_t> extents;
   std::size_t elements = 0;
-  bool is_double = false;  // in stores with two lanes
+  std::size_t lane = 0;  // in stores with two lanes
   std::size_t group = 0;
   zero::Attributes attributes;
 };
@@ -40,6 +43,7 @@ struct Case {
   int steps = 3;
   std::size_t bucket_bytes = 0;
   zero::Settings settings;
+  std::optional<double> max_norm;
   std::vector<Shape> shapes;
 
   [[nodiscard]] std::size_t leader(std::size_t i) const {
@@ -53,7 +57,12 @@ struct Case {
       x = (x ^ (word + 0x7f4a7c15U)) * 0xbf58476d1ce4e5b9U;
       x ^= x >> 29;
     }
-    return static_cast<T>(static_cast<double>(x >> 11) * 0x1p-53 * 2 - 1);
+    const double uniform = static_cast<double>(x >> 11) * 0x1p-53 * 2 - 1;
+    if constexpr (zero::detail::is_16_bit<T>) {
+      return zero::element_traits<T>::store(static_cast<float>(uniform));
+    } else {
+      return static_cast<T>(uniform);
+    }
   }
   template <class T>
   [[nodiscard]] T initial(std::size_t i, std::size_t e) const {
@@ -81,10 +90,13 @@ inline Case draw(std::uint32_t seed, std::size_t groups) {
   Case c;
   c.seed = seed;
   c.world = static_cast<int>(1 + seed % 8);
-  c.bucket_bytes = std::array<std::size_t, 5>{1, 256, 1000, 4096, 1 << 20}[pick(0, 4)];
+  c.bucket_bytes =
+      std::array<std::size_t, 6>{1, 256, 1000, 4096, 1 << 20, zero::PerTensor{}}[pick(0, 5)];
   c.settings.poison_padding = true;
   if (pick(0, 5) == 0) c.settings.gradients = zero::Gradients::reduced;
   if (pick(0, 3) == 0) c.settings.gradient_scale = 0.3;
+  if (pick(0, 2) == 0) c.max_norm = std::array<double, 3>{0.5, 3, 1e9}[pick(0, 2)];
+  if (pick(0, 4) == 0) c.settings.loss_scale = zero::LossScale::dynamic(1024);
   const std::size_t count = pick(1, 9);
   for (std::size_t i = 0; i < count; ++i) {
     Shape s;
@@ -98,7 +110,7 @@ inline Case draw(std::uint32_t seed, std::size_t groups) {
     }
     s.elements = 1;
     for (const std::size_t extent : s.extents) s.elements *= extent;
-    s.is_double = pick(0, 2) == 0;
+    s.lane = pick(0, 2) == 0 ? 1 : 0;
     s.group = pick(0, groups - 1);
     s.attributes.frozen = pick(0, 6) == 0;
     s.attributes.unsplittable = pick(0, 8) == 0;
@@ -114,43 +126,39 @@ inline Case draw(std::uint32_t seed, std::size_t groups) {
   return c;
 }
 
-/// What a run leaves behind: values by parameter, slots by (parameter, slot), step counts.
-template <class T>
-struct Lane {
-  std::map<std::size_t, std::vector<T>> values;
-  std::map<std::pair<std::size_t, std::string>, std::vector<T>> slots;
-};
+/// What a run leaves behind, as bytes: values by parameter, slots (and "master") by parameter and
+/// name, step counts.
 struct Result {
-  std::tuple<Lane<float>, Lane<double>> lanes;
+  std::map<std::size_t, std::string> values;
+  std::map<std::pair<std::size_t, std::string>, std::string> slots;
   std::vector<std::int64_t> steps;
-  template <class T>
-  Lane<T>& lane() {
-    return std::get<Lane<T>>(lanes);
-  }
 };
 
 inline std::string name_of(std::size_t i) { return "p" + std::to_string(i); }
 
-/// Same bits; NaN equals itself only as the same pattern.
 template <class T>
-bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() &&
-         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+std::string bytes_of(std::span<const T> from) {
+  std::string bytes(from.size_bytes(), '\0');
+  if (!from.empty()) std::memcpy(bytes.data(), from.data(), bytes.size());
+  return bytes;
 }
-template <class T>
-std::string difference(const Lane<T>& got, const Lane<T>& want, const char* what) {
+
+inline std::string difference_of_values(const Result& got, const Result& want) {
   for (const auto& [i, values] : want.values) {
     const auto found = got.values.find(i);
-    if (found == got.values.end()) return std::string(what) + ": no values of " + name_of(i);
-    if (!same_bits(found->second, values)) return std::string(what) + ": values of " + name_of(i);
-  }
-  for (const auto& [key, slot] : want.slots) {
-    const auto found = got.slots.find(key);
-    if (found == got.slots.end() || !same_bits(found->second, slot)) {
-      return std::string(what) + ": slot " + key.second + " of " + name_of(key.first);
-    }
+    if (found == got.values.end()) return "no values of " + name_of(i);
+    if (found->second != values) return "values of " + name_of(i);
   }
   return {};
+}
+inline std::string difference_of_slots(const Result& got, const Result& want) {
+  for (const auto& [key, slot] : want.slots) {
+    const auto found = got.slots.find(key);
+    if (found == got.slots.end() || found->second != slot) {
+      return "slot " + key.second + " of " + name_of(key.first);
+    }
+  }
+  return got.slots.size() == want.slots.size() ? "" : "slots of more than there should be";
 }
 
 template <class Opt>
@@ -160,48 +168,165 @@ std::size_t most_slots(const std::vector<Opt>& groups) {
   return used;
 }
 
-/// Steps one whole parameter of the serial run.
-template <class T, class Opt>
-void step_whole(const Case& c, const Opt& rule, std::int64_t t, int step, std::size_t i,
-                std::vector<T>& values, std::vector<std::vector<T>>& slots) {
-  const int ranks = c.settings.gradients == zero::Gradients::local ? c.world : 1;
-  const T scale = static_cast<T>(c.settings.gradient_scale.value_or(1.0 / ranks));
-  std::vector<T> gradient(values.size());
-  for (std::size_t e = 0; e < values.size(); ++e) {
-    T sum = c.present(0, step, i) ? c.gradient<T>(0, step, i, e) : T(0);
-    for (int r = 1; r < ranks; ++r) {
-      sum += c.present(r, step, i) ? c.gradient<T>(r, step, i, e) : T(0);
-    }
-    gradient[e] = sum * scale;
-  }
-  zero::detail::UpdateArrays<T, zero::detail::slot_count<Opt>> arrays{
-      values.data(), gradient.data(), {}};
-  for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = slots[s].data();
-  zero::detail::update_elements(rule, rule.template scalars<T>(t), arrays, values.size());
-}
+/// The serial run's parameters of one element type: whole tensors, and nothing else.
+template <class S>
+class SerialLane {
+ public:
+  using T = typename S::value;
+  using A = typename S::arithmetic;
 
-/// @tparam T float: all parameters; or both lanes where `mixed`
-template <class T, class Opt>
-void run_serial_lane(const Case& c, const std::vector<Opt>& groups, bool all, Result& result) {
-  for (std::size_t i = 0; i < c.shapes.size(); ++i) {
-    const Shape& shape = c.shapes[i];
-    if (!all && shape.is_double != std::is_same_v<T, double>) continue;
-    if (c.leader(i) != i) continue;
-    std::vector<T>& values = result.lane<T>().values[i];
-    for (std::size_t e = 0; e < shape.elements; ++e) values.push_back(c.initial<T>(i, e));
-    if (shape.attributes.frozen) continue;
-    std::vector<std::vector<T>> slots(most_slots(groups), std::vector<T>(shape.elements));
-    for (int step = 0; step < c.steps; ++step) {
-      bool somewhere = false;
-      for (int r = 0; r < c.world; ++r) somewhere = somewhere || c.present(r, step, i);
-      if (!somewhere || shape.elements == 0) continue;
-      const std::int64_t t = ++result.steps[i];
-      step_whole<T>(c, groups[shape.group], t, step, i, values, slots);
-    }
-    for (std::size_t s = 0; s < slots.size(); ++s) {
-      if (shape.elements > 0) result.lane<T>().slots[{i, std::string(Opt::slots[s])}] = slots[s];
+  SerialLane(const Case& c, std::size_t lane, bool all, std::size_t slot_count) {
+    for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+      if ((!all && c.shapes[i].lane != lane) || c.leader(i) != i) continue;
+      Tensor tensor;
+      for (std::size_t e = 0; e < c.shapes[i].elements; ++e) {
+        tensor.values.push_back(c.initial<T>(i, e));
+        if (S::has_master) tensor.master.push_back(load(tensor.values.back()));
+      }
+      tensor.slots.resize(slot_count, std::vector<typename S::slot>(c.shapes[i].elements));
+      tensors_[i] = std::move(tensor);
     }
   }
+
+  /// Sums the step's gradients, in rank order, and adds their squares.
+  void sum(const Case& c, int step, zero::detail::SquareSum& squares) {
+    const int ranks = c.settings.gradients == zero::Gradients::local ? c.world : 1;
+    for (auto& [i, tensor] : tensors_) {
+      tensor.steps = false;
+      for (int r = 0; r < ranks; ++r) tensor.steps = tensor.steps || c.present(r, step, i);
+      if (c.shapes[i].attributes.frozen || tensor.values.empty()) tensor.steps = false;
+      if (!tensor.steps) continue;
+      tensor.gradient.resize(tensor.values.size());
+      for (std::size_t e = 0; e < tensor.values.size(); ++e) {
+        const auto of_rank = [&](int r) {
+          return c.present(r, step, i) ? load(c.gradient<T>(r, step, i, e)) : A(0);
+        };
+        A sum = of_rank(0);
+        for (int r = 1; r < ranks; ++r) sum += of_rank(r);
+        tensor.gradient[e] = sum;
+      }
+      squares.add(std::span<const A>(tensor.gradient));
+    }
+  }
+
+  template <class Opt>
+  void step(const Case& c, const std::vector<Opt>& groups, double scale, std::uint64_t seed,
+            std::vector<std::int64_t>& steps) {
+    for (auto& [i, tensor] : tensors_) {
+      if (!tensor.steps) continue;
+      const std::int64_t t = ++steps[i];
+      const Opt& optimizer = groups[c.shapes[i].group];
+      for (A& g : tensor.gradient) g *= static_cast<A>(scale);
+      const auto noise = zero::detail::noise_key(seed, static_cast<std::uint64_t>(t), i);
+      if constexpr (zero::UpdateRule<Opt, A>) {
+        zero::detail::UpdateArrays<S, zero::detail::slot_count<Opt>> arrays{
+            tensor.values.data(), nullptr, {}, noise, 0};
+        if constexpr (S::has_master) arrays.master = tensor.master.data();
+        for (std::size_t s = 0; s < zero::used_slots(optimizer); ++s) {
+          arrays.state[s] = tensor.slots[s].data();
+        }
+        zero::detail::update_elements(optimizer, optimizer.template scalars<A>(t), arrays,
+                                      tensor.gradient.data(), tensor.values.size());
+      } else {
+        step_tensor(optimizer, c.shapes[i], t, noise, tensor);
+      }
+    }
+  }
+
+  template <class Opt>
+  void collect(const Case& c, Result& result) const {
+    for (const auto& [i, tensor] : tensors_) {
+      result.values[i] = bytes_of(std::span<const T>(tensor.values));
+      if (c.shapes[i].attributes.frozen || tensor.values.empty()) continue;
+      for (std::size_t s = 0; s < tensor.slots.size(); ++s) {
+        result.slots[{i, std::string(Opt::slots[s])}] =
+            bytes_of(std::span<const typename S::slot>(tensor.slots[s]));
+      }
+      if (S::has_master) {
+        result.slots[{i, "master"}] = bytes_of(std::span<const typename S::master>(tensor.master));
+      }
+    }
+  }
+
+ private:
+  struct Tensor {
+    std::vector<T> values;
+    std::vector<typename S::master> master;
+    std::vector<std::vector<typename S::slot>> slots;
+    std::vector<A> gradient;
+    bool steps = false;
+  };
+
+  template <class U>
+  static A load(U stored) {
+    return zero::element_traits<U>::load(stored);
+  }
+  /// Everything in the arithmetic type, and rounded element by element afterwards.
+  template <class Opt>
+  static void step_tensor(const Opt& optimizer, const Shape& shape, std::int64_t t,
+                          zero::detail::NoiseKey noise, Tensor& tensor) {
+    std::vector<A> values;
+    for (std::size_t e = 0; e < tensor.values.size(); ++e) {
+      values.push_back(S::has_master ? load(tensor.master[S::has_master ? e : 0])
+                                     : load(tensor.values[e]));
+    }
+    std::vector<std::vector<A>> slots;
+    std::array<std::span<A>, zero::detail::slot_count<Opt>> spans{};
+    for (const auto& slot : tensor.slots) {
+      std::vector<A>& wide = slots.emplace_back();
+      for (const auto stored : slot) wide.push_back(load(stored));
+    }
+    for (std::size_t s = 0; s < zero::used_slots(optimizer); ++s) spans[s] = slots[s];
+    const std::span<const std::size_t> extents(shape.extents);
+    std::vector<A> workspace(zero::workspace_elements(optimizer, extents));
+    optimizer.update(zero::TensorRef<A>{extents, values, tensor.gradient, workspace}, spans, t);
+    const auto round = [&]<class U>(A x, std::size_t e, std::uint32_t quantity, U& stored) {
+      if constexpr (std::is_same_v<U, A>) {
+        stored = x;
+      } else {
+        stored = zero::detail::round_to<U, S::rounding>(
+            x, zero::detail::noise_bits(noise, static_cast<std::uint32_t>(e), quantity));
+      }
+    };
+    for (std::size_t e = 0; e < values.size(); ++e) {
+      if constexpr (S::has_master) tensor.master[e] = values[e];
+      round(values[e], e, 0, tensor.values[e]);
+      for (std::size_t s = 0; s < zero::used_slots(optimizer); ++s) {
+        round(slots[s][e], e, static_cast<std::uint32_t>(s + 1), tensor.slots[s][e]);
+      }
+    }
+  }
+
+  std::map<std::size_t, Tensor> tensors_;
+};
+
+template <class Precision, class... T, class Opt>
+Result run_serial(const Case& c, const std::vector<Opt>& groups, std::uint64_t seed,
+                  zero::detail::TypeList<T...>) {
+  Result result;
+  result.steps.resize(c.shapes.size());
+  const std::size_t slots = most_slots(groups);
+  std::size_t next = 0;
+  std::tuple<SerialLane<zero::detail::Storage<T, Precision>>...> lanes{
+      SerialLane<zero::detail::Storage<T, Precision>>(c, next++, sizeof...(T) == 1, slots)...};
+  const auto for_each_lane = [&](auto&& body) {
+    std::apply([&](auto&... lane) { (body(lane), ...); }, lanes);
+  };
+  const int ranks = c.settings.gradients == zero::Gradients::local ? c.world : 1;
+  const double loss_scale = c.settings.loss_scale ? c.settings.loss_scale->scale : 1;
+  const double unclipped = c.settings.gradient_scale.value_or(1.0 / ranks) / loss_scale;
+  for (int step = 0; step < c.steps; ++step) {
+    zero::detail::SquareSum squares;
+    for_each_lane([&](auto& lane) { lane.sum(c, step, squares); });
+    double scale = unclipped;
+    if (c.max_norm) {
+      const double norm = std::sqrt(squares.value()) * unclipped;
+      scale *= std::min(1.0, *c.max_norm / (norm + 1e-6));
+    }
+    for_each_lane([&](auto& lane) { lane.step(c, groups, scale, seed, result.steps); });
+  }
+  for_each_lane([&](auto& lane) { lane.template collect<Opt>(c, result); });
+  return result;
 }
 
 /// A tensor of a framework that counts its references: the memory may be moved elsewhere.
@@ -228,6 +353,10 @@ class Tensor {
   void rebind(Span values, std::shared_ptr<const void> owner) {
     values_ = values;
     owner_ = std::move(owner);
+  }
+  void rebind_gradient(Span gradient, std::shared_ptr<const void> owner) {
+    memory_ = gradient_ = gradient;
+    gradient_owner_ = std::move(owner);
   }
   /// Backward made a gradient, or none.
   void set_present(bool present) {
@@ -257,6 +386,7 @@ class FixedTensor : public Tensor<Span> {
  public:
   using Tensor<Span>::Tensor;
   void rebind(Span, std::shared_ptr<const void>) = delete;
+  void rebind_gradient(Span, std::shared_ptr<const void>) = delete;
 };
 
 template <class T>
@@ -269,8 +399,7 @@ std::vector<T> initial_values(const Case& c, std::size_t i) {
 /// Stores of tensors; the two-lane ones are typed at run time.
 template <template <class> class TensorOf, class Span>
 struct Tensors {
-  static constexpr bool mixed =
-      !std::is_same_v<Span, std::span<float>> && !std::is_same_v<Span, std::span<double>>;
+  using elements = typename zero::detail::elements_of<Span>::type;
   std::vector<TensorOf<Span>> tensors;
 
   Tensors(const Case& c, int) {
@@ -282,16 +411,14 @@ struct Tensors {
         continue;
       }
       const bool gradient = !c.shapes[i].attributes.frozen;
-      if constexpr (mixed) {
-        if (c.shapes[i].is_double) {
-          tensors.emplace_back(name_of(i), c.shapes[i], initial_values<double>(c, i), gradient);
-        } else {
-          tensors.emplace_back(name_of(i), c.shapes[i], initial_values<float>(c, i), gradient);
-        }
-      } else {
-        using T = typename Span::value_type;
-        tensors.emplace_back(name_of(i), c.shapes[i], initial_values<T>(c, i), gradient);
-      }
+      [&]<class... T>(zero::detail::TypeList<T...>) {
+        std::size_t lane = 0;
+        ((lane++ == (sizeof...(T) == 1 ? 0 : c.shapes[i].lane)
+              ? void(tensors.emplace_back(name_of(i), c.shapes[i], initial_values<T>(c, i),
+                                          gradient))
+              : void()),
+         ...);
+      }(elements{});
     }
   }
   [[nodiscard]] auto& store() { return tensors; }
@@ -312,7 +439,7 @@ struct Tensors {
 /// One flat buffer of values and one of gradients. All gradients are always there.
 template <class T>
 struct Flat {
-  static constexpr bool mixed = false;
+  using elements = zero::detail::TypeList<T>;
   std::vector<T> values, gradients;
   zero::FlatParams<T> params;
 
@@ -366,24 +493,35 @@ void mark(Optimizer& optimizer, const Case& c, int rank, int step) {
   }
 }
 
-template <class T, class Store, class Optimizer>
-void collect(const Case& c, Store& store, const Optimizer& optimizer, Lane<T>& lane,
+/// The index that `name_of` made a name of.
+inline std::size_t index_of(std::string_view name) { return std::stoul(std::string(name.substr(1))); }
+
+/// What a rank shows. @param covered elements shown of each slot
+template <class Model, class Optimizer>
+void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& result,
              std::map<std::pair<std::size_t, std::string>, std::size_t>& covered) {
   for (std::size_t i = 0; i < c.shapes.size(); ++i) {
-    zero::detail::visit_span(zero::detail::parameter_at(store, i).values(), [&](auto values) {
-      if constexpr (std::is_same_v<typename decltype(values)::value_type, T>) {
-        lane.values[i].assign(values.begin(), values.end());
-      }
-    });
+    if (c.leader(i) != i) continue;
+    zero::detail::visit_span(
+        zero::detail::parameter_at(model.store(), i).values(), [&]<class T>(std::span<T> values) {
+          result.values[i] = bytes_of(std::span<const T>(values));
+        });
   }
-  for (const zero::StateSlice<T>& slice : optimizer.template state<T>()) {
-    const std::size_t i = std::stoul(std::string(slice.parameter.substr(1)));
-    auto& slot = lane.slots[{i, std::string(slice.slot)}];
-    slot.resize(c.shapes[i].elements);
-    std::copy(slice.values.begin(), slice.values.end(),
-              slot.begin() + static_cast<std::ptrdiff_t>(slice.elements.begin));
-    covered[{i, std::string(slice.slot)}] += slice.values.size();
-  }
+  const auto add = [&](const auto& slices) {
+    for (const auto& slice : slices) {
+      const std::size_t i = index_of(slice.parameter);
+      const std::size_t bytes = sizeof(slice.values[0]);
+      std::string& slot = result.slots[{i, std::string(slice.slot)}];
+      slot.resize(c.shapes[i].elements * bytes);
+      std::memcpy(slot.data() + slice.elements.begin * bytes, slice.values.data(),
+                  slice.values.size_bytes());
+      covered[{i, std::string(slice.slot)}] += slice.values.size();
+    }
+  };
+  [&]<class... T>(zero::detail::TypeList<T...>) {
+    (add(optimizer.template state<T>()), ...);
+    (add(optimizer.template masters<T>()), ...);
+  }(typename Model::elements{});
 }
 
 /// How ranks reach each other: reading each other's memory, or only through the collectives.
@@ -397,31 +535,37 @@ struct CollectivesOnly {
 };
 
 /// Runs the drawn case and names the first difference from the serial run; "" if there is none.
-template <class Path, class Model, class Partition, class View, class Stage, class Opt>
+template <class Path, class Model, class Partition, class View, class Stage, class Precision,
+          class Opt>
 std::string run(Case c, const std::vector<Opt>& groups) {
-  const bool flat =
+  constexpr bool flat =
       zero::FlatParamStore<std::remove_reference_t<decltype(std::declval<Model&>().store())>>;
   if (flat && c.settings.gradients == zero::Gradients::reduced) c.settings.gradients = {};
-  Result want;
-  want.steps.resize(c.shapes.size());
-  using Span = zero::detail::values_t<
-      zero::parameter_t<std::remove_reference_t<decltype(std::declval<Model&>().store())>>>;
-  if constexpr (Model::mixed) {
-    run_serial_lane<float>(c, groups, false, want);
-    run_serial_lane<double>(c, groups, false, want);
-  } else {
-    run_serial_lane<typename Span::value_type>(c, groups, true, want);
+  if constexpr (requires(std::span<const std::size_t> shape) { groups[0].validate(shape); }) {
+    for (Shape& shape : c.shapes) {  // takes matrices only
+      while (shape.extents.size() < 2) shape.extents.push_back(1);
+    }
   }
+  Precision precision;
+  if constexpr (requires { precision.seed; }) precision.seed = c.seed + 99;
+  const Result want =
+      run_serial<Precision>(c, groups, c.seed + 99, typename Model::elements{});
   std::vector<Result> got(static_cast<std::size_t>(c.world));
   std::vector<std::map<std::pair<std::size_t, std::string>, std::size_t>> covered(got.size());
-  std::vector<std::size_t> state_bytes(got.size());
   zero::run_ranks(c.world, [&](zero::InProcessCommunicator& in_process) {
     auto comm = Path::of(in_process);
     Model model(c, comm.rank());
     View view;
     view.bucket_bytes = c.bucket_bytes;
-    zero::ZeroSharded optimizer{
-        zero::Groups<Opt>(groups), model.store(), comm, Partition{}, view, Stage{}, c.settings};
+    zero::ZeroSharded optimizer{zero::Groups<Opt>(groups),
+                                model.store(),
+                                comm,
+                                Partition{},
+                                view,
+                                Stage{},
+                                precision,
+                                c.settings};
+    optimizer.clip_grad_norm(c.max_norm);
     for (int step = 0; step < c.steps; ++step) {
       model.backward(c, comm.rank(), step);
       if (step > 0) mark(optimizer, c, comm.rank(), step);
@@ -440,74 +584,44 @@ std::string run(Case c, const std::vector<Opt>& groups) {
           }
         }
       }
-      if (optimizer.step().outcome().step != step + 1) throw std::runtime_error("step number");
+      const zero::Outcome outcome = optimizer.step().outcome();
+      if (!outcome.applied || outcome.step != step + 1) throw std::runtime_error("step number");
+      if (outcome.gradient_norm.has_value() != c.max_norm.has_value()) {
+        throw std::runtime_error("norm");
+      }
     }
     const auto r = static_cast<std::size_t>(comm.rank());
-    if constexpr (Model::mixed) {
-      collect<float>(c, model.store(), optimizer, got[r].lane<float>(), covered[r]);
-      collect<double>(c, model.store(), optimizer, got[r].lane<double>(), covered[r]);
-    } else {
-      using T = typename Span::value_type;
-      collect<T>(c, model.store(), optimizer, got[r].lane<T>(), covered[r]);
-    }
+    collect(c, model, optimizer, got[r], covered[r]);
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
       got[r].steps.push_back(c.leader(i) == i ? optimizer.steps(i) : 0);
     }
-    state_bytes[r] = optimizer.memory().state;
   });
   // Values must be right on every rank. Slots are spread: put them together, each element once.
-  Result whole = got[0];
-  for (std::size_t r = 0; r < got.size(); ++r) {
-    Result values_only = got[r];
-    Result want_values = want;
-    for (Result* result : {&values_only, &want_values}) {
-      result->lane<float>().slots.clear();
-      result->lane<double>().slots.clear();
-    }
-    const std::string who = "rank " + std::to_string(r) + " of " + std::to_string(c.world);
-    for (const std::string& found :
-         {difference(values_only.lane<float>(), want_values.lane<float>(), who.c_str()),
-          difference(values_only.lane<double>(), want_values.lane<double>(), who.c_str())}) {
-      if (!found.empty()) return found;
-    }
-    if (got[r].steps != want.steps) return who + ": step counts";
-  }
+  Result whole;
   std::map<std::pair<std::size_t, std::string>, std::size_t> total;
-  for (const auto& of_rank : covered) {
-    for (const auto& [key, count] : of_rank) total[key] += count;
-  }
-  const std::size_t copies = Stage::shards_state ? 1 : got.size();
-  for (const auto& [key, count] : total) {
-    if (count != copies * c.shapes[key.first].elements) return "coverage of " + key.second;
-  }
-  const auto merge = [&]<class T>(T) -> std::string {
-    Lane<T> merged;
-    for (const auto& [key, slot] : want.lane<T>().slots) {
-      std::vector<T>& all = merged.slots[key];
-      all.resize(slot.size());
-      for (std::size_t r = 0; r < got.size(); ++r) {
-        const auto found = got[r].lane<T>().slots.find(key);
-        if (found == got[r].lane<T>().slots.end()) continue;
-        if (Stage::shards_state) {  // others' elements are zero bits here
-          for (std::size_t e = 0; e < all.size(); ++e) {
-            if (std::memcmp(&found->second[e], &(const T&)T(0), sizeof(T)) != 0) {
-              all[e] = found->second[e];
-            }
-          }
-        } else {
-          if (!same_bits(found->second, slot)) return "a replica's slot " + key.second;
-          all = found->second;
-        }
-      }
+  for (std::size_t r = 0; r < got.size(); ++r) {
+    const std::string who = "rank " + std::to_string(r) + " of " + std::to_string(c.world) + ": ";
+    const std::string found = difference_of_values(got[r], want);
+    if (!found.empty()) return who + found;
+    if (got[r].steps != want.steps) return who + "step counts";
+    if (!Stage::shards_state) {
+      const std::string replica = difference_of_slots(got[r], want);
+      if (!replica.empty()) return who + replica;
+      continue;
     }
-    Lane<T> want_slots;
-    want_slots.slots = want.lane<T>().slots;
-    return difference(merged, want_slots, "all ranks");
-  };
-  for (const std::string& found : {merge(0.0F), merge(0.0)}) {
-    if (!found.empty()) return found;
+    for (const auto& [key, count] : covered[r]) total[key] += count;
+    for (const auto& [key, slot] : got[r].slots) {  // others' elements are zero bits here
+      std::string& merged = whole.slots[key];
+      merged.resize(slot.size());
+      for (std::size_t k = 0; k < slot.size(); ++k) merged[k] = static_cast<char>(merged[k] | slot[k]);
+    }
   }
-  return {};
+  for (const auto& [key, count] : total) {
+    if (count != c.shapes[key.first].elements) return "coverage of " + key.second;
+  }
+  if (!Stage::shards_state) return {};
+  const std::string found = difference_of_slots(whole, want);
+  return found.empty() ? found : "all ranks: " + found;
 }
 
 }  // namespace oracle
