@@ -325,6 +325,36 @@ struct BareWholeTensor : NotFromNothing {
   }
 };
 
+// ---- MatrixProduct
+
+// clang-format off
+struct NaiveProduct {
+  template <class T>
+  void multiply(std::size_t m, std::size_t n, std::size_t k, const T* a, const T* b,
+                zero::Transpose transpose_b, T* c) const {
+    const bool transposed = transpose_b == zero::Transpose::yes;
+    for (std::size_t i = 0; i < m; ++i) {
+      for (std::size_t j = 0; j < n; ++j) {
+        T sum = 0;
+        for (std::size_t p = 0; p < k; ++p) {
+          sum += a[i * k + p] * (transposed ? b[j * k + p] : b[p * n + j]);
+        }
+        c[i * n + j] = sum;
+      }
+    }
+  }
+};
+// clang-format on
+
+/// For floats alone, and made from something.
+struct BareProduct : NotFromNothing {
+  using NotFromNothing::NotFromNothing;
+  void multiply(std::size_t m, std::size_t n, std::size_t k, const float* a, const float* b,
+                zero::Transpose transpose_b, float* c) const {
+    NaiveProduct().multiply(m, n, k, a, b, transpose_b, c);
+  }
+};
+
 // ---- Communicator
 
 /// Over when it is started.

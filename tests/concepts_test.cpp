@@ -211,6 +211,14 @@ struct Both : BareWholeTensor {
 };
 static_assert(zero::UpdateRule<Both> && zero::WholeTensorOptimizer<Both> && !zero::Optimizer<Both>);
 
+// Matrix products
+static_assert(zero::MatrixProduct<NaiveProduct, float> &&
+              zero::MatrixProduct<NaiveProduct, double>);
+ZERO_NEEDS(MatrixProduct, BareProduct, multiply);
+static_assert(!zero::MatrixProduct<BareProduct, double>, "written for float alone");
+static_assert(zero::Optimizer<zero::BasicMuon<BareProduct>, float> &&
+              !zero::Optimizer<zero::BasicMuon<BareProduct>, double>);
+
 // Communicators
 static_assert(zero::Communicator<SoloCommunicator, float>);
 static_assert(zero::Communicator<SoloCommunicator, double>);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // After the first step nothing is allocated: not by a rank, not by what ranks share.
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <new>
+#include <span>
 #include <string>
 #include <vector>
 #include <zero/zero.hpp>
@@ -94,4 +96,22 @@ TEST_CASE("a step allocates nothing") {
     CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Stage1{}) == 0);
     CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Replicated{}) == 0);
   }
+}
+
+TEMPLATE_TEST_CASE("whole-tensor optimizers allocate nothing", "", zero::Lamb, zero::Muon) {
+  const TestType optimizer;
+  const std::array<std::size_t, 2> shape{90, 70};
+  std::vector<float> values(6300, 1.0F), gradient(6300, 0.5F);
+  std::vector<float> workspace(zero::workspace_elements(optimizer, shape));
+  std::array<std::vector<float>, TestType::slots.size()> state;
+  std::array<std::span<float>, TestType::slots.size()> slots;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    state[i].resize(6300);
+    slots[i] = state[i];
+  }
+  allocations = 0;
+  counting = true;
+  optimizer.update(zero::TensorRef<float>{shape, values, gradient, workspace}, slots, 1);
+  counting = false;
+  CHECK(allocations == 0);
 }

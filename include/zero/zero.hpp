@@ -15,8 +15,10 @@
 #include "zero/float16.hpp"                          // IWYU pragma: export
 #include "zero/layout.hpp"                           // IWYU pragma: export
 #include "zero/math.hpp"                             // IWYU pragma: export
+#include "zero/matrix_product.hpp"                   // IWYU pragma: export
 #include "zero/optim/adam.hpp"                       // IWYU pragma: export
 #include "zero/optim/lamb.hpp"                       // IWYU pragma: export
+#include "zero/optim/muon.hpp"                       // IWYU pragma: export
 #include "zero/optim/sgd.hpp"                        // IWYU pragma: export
 #include "zero/parameter.hpp"                        // IWYU pragma: export
 #include "zero/partition/balanced.hpp"               // IWYU pragma: export

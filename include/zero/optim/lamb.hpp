@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
 #include <type_traits>
 
-#include "zero/config.hpp"
 #include "zero/detail/options.hpp"
 #include "zero/detail/pack.hpp"
 #include "zero/detail/packed_norm.hpp"
@@ -60,7 +60,7 @@ struct Lamb {
     detail::require_non_negative("Lamb", "weight_decay", weight_decay);
   }
 
-  template <Element T>
+  template <std::floating_point T>
   void update(TensorRef<T> tensor, std::array<std::span<T>, 2> state, std::int64_t t) const {
     const Scalars<T> s{
         .beta1 = static_cast<T>(beta1),
