@@ -181,7 +181,7 @@ class SerialLane {
       Tensor tensor;
       for (std::size_t e = 0; e < c.shapes[i].elements; ++e) {
         tensor.values.push_back(c.initial<T>(i, e));
-        if (S::has_master) tensor.master.push_back(load(tensor.values.back()));
+        if constexpr (S::has_master) tensor.master.push_back(load(tensor.values.back()));
       }
       tensor.slots.resize(slot_count, std::vector<typename S::slot>(c.shapes[i].elements));
       tensors_[i] = std::move(tensor);
