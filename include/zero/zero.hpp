@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// What a user of the library needs, without any other package: include this. Beyond it stands
-/// `zero/comm/fault_injector.hpp`, for tests of what is built on communicators.
+/// What a user of the library needs, without any other package: include this. Beyond it stand
+/// `zero/comm/fault_injector.hpp`, for tests of what is built on communicators, and
+/// `zero/interop/`, for other libraries.
 #pragma once
 
 #include "zero/bfloat16.hpp"                         // IWYU pragma: export

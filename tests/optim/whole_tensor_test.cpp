@@ -293,6 +293,18 @@ TEMPLATE_TEST_CASE("lamb: by hand", "", float, double) {
                            std::vector{-0.01 / std::sqrt(0.001)}) <= bound);
 }
 
+TEMPLATE_TEST_CASE("lamb: what optax 0.2.8 computed", "", float, double) {
+  using T = TestType;
+  const Lamb lamb{.lr = 0.1};  // optax.lamb(0.1, weight_decay=0.01), float64
+  Tensor<T, 2> tensor({5}, {0.5, -0.25, 1, 0, -2});
+  tensor.step(lamb, {T(0.1), T(-0.2), T(0.3), T(0.4), T(-0.05)}, 1);
+  tensor.step(lamb, {T(-0.3), T(0.1), T(0.2), T(0), T(0.15)}, 2);
+  tensor.step(lamb, {T(0.05), T(0.25), T(-0.1), T(0.2), T(0.3)}, 3);
+  const std::vector expected{0.5195193235072703, -0.16460983104499854, 0.6497817974329223,
+                             -0.3339076546892845, -2.093425947471131};
+  CHECK(largest_difference(tensor.values(), expected) <= (sizeof(T) == 4 ? 1e-6 : 1e-14));
+}
+
 TEMPLATE_TEST_CASE("lamb: NaN in a gradient stays in its element", "", float, double) {
   using T = TestType;
   for (const std::size_t where : {0, 8, 10}) {
@@ -487,6 +499,18 @@ TEMPLATE_TEST_CASE("muon: by hand", "", float, double) {
   CHECK(largest_difference(tensor.values(), std::vector{1.9 - 0.03, 1.9 - 0.04}) <= bound);
 }
 
+TEMPLATE_TEST_CASE("muon: what optax 0.2.8 computed", "", float, double) {
+  using T = TestType;
+  // optax.contrib._muon.orthogonalize_via_newton_schulz, eps 1e-7, float64
+  const std::vector expected{0.40978081824304974, 0.9094132694140973,  -0.18789170537601166,
+                             0.4304242411804642,  0.34720329700462194, -0.19731360321468194,
+                             0.9317074037416452,  0.508248987911429,   -0.9728803014390156,
+                             0.1938632645644743,  0.19304318711379964, 0.4023357174844395};
+  const std::vector<T> gradient{1, 2, -1, 0.5, 0.25, -1, 3, 1.5, -2, 0, 1, 1};
+  CHECK(largest_difference(orthogonalized<T>({}, {3, 4}, gradient), expected) <=
+        (sizeof(T) == 4 ? 2e-6 : 1e-14));
+}
+
 TEMPLATE_TEST_CASE("muon: singular values come near 1", "", float, double) {
   using T = TestType;
   for (const Shape& shape : {Shape{12, 40}, Shape{40, 12}, Shape{16, 16}}) {
@@ -675,6 +699,8 @@ TEST_CASE("muon: works with the product that it is given") {
   CHECK(stepped(muon, {4, 3}, values, gradient) ==
         stepped(Muon{.ns_steps = 4}, {4, 3}, values, gradient));
   CHECK(calls == 3 * 4);
+  stepped<float>(muon, {0, 4}, {}, {});
+  CHECK(calls == 3 * 4);  // a product need not take matrices without elements
   CHECK_NOTHROW(zero::validate(muon, Shape{100, 10, 10}));
   CHECK_THROWS_WITH(
       zero::validate(muon, Shape{101, 3}),

@@ -62,9 +62,8 @@ template <std::size_t columns, class T>
   }
 }
 
-/// c = a b, c being m x n, a m x k, both row-major; b's element p, j lies at b[p * row + j *
-/// column]. Every element is summed in order of p, whatever the blocks: the bits are those of three
-/// loops.
+/// c = a b, c being m x n, a m x k, both row-major; element p, j of b lies at p * row + j * column.
+/// Every element is summed in order of p, whatever the blocks: the bits are those of three loops.
 template <class X, class T = typename X::value_type>
 [[gnu::always_inline]] inline void blocked_product_with(std::size_t m, std::size_t n, std::size_t k,
                                                         const T* a, const T* b, std::size_t row,
@@ -78,7 +77,8 @@ template <class X, class T = typename X::value_type>
     for (std::size_t j = 0; j < n; j += columns) {
       const std::size_t used = std::min(columns, n - j);
       pack_strip<columns>(b + p * row + j * column, row, column, depth, used, strip);
-      const auto add_rows = [&]<std::size_t rows>(std::size_t i, std::index_sequence<rows>) {
+      const auto add_rows = [&]<std::size_t rows>(std::size_t i,
+                                                  std::integral_constant<std::size_t, rows>) {
         constexpr std::make_index_sequence<rows> all_rows;
         const T* from = a + i * k + p;
         T* to = c + i * n + j;
@@ -89,8 +89,9 @@ template <class X, class T = typename X::value_type>
         for (std::size_t r = 0; r < rows; ++r) std::copy_n(edge + r * columns, used, to + r * n);
       };
       std::size_t i = 0;
-      for (; i + tile_rows <= m; i += tile_rows) add_rows(i, std::index_sequence<tile_rows>{});
-      for (; i < m; ++i) add_rows(i, std::index_sequence<1>{});
+      for (; i + tile_rows <= m; i += tile_rows)
+        add_rows(i, std::integral_constant<std::size_t, tile_rows>{});
+      for (; i < m; ++i) add_rows(i, std::integral_constant<std::size_t, 1>{});
     }
   }
 }
