@@ -2,9 +2,11 @@
 // The shipped update loop against the roof: a loop over the same arrays that only moves them.
 #include <array>
 #include <cstddef>
+#include <zero/detail/storage.hpp>
 #include <zero/detail/update_loop.hpp>
 #include <zero/memory.hpp>
 #include <zero/optim/adam.hpp>
+#include <zero/precision.hpp>
 
 #include "model_memory.hpp"
 #include "reference_loops.hpp"
@@ -13,6 +15,8 @@
 
 namespace bench {
 namespace {
+
+using Plain = zero::detail::Storage<float, zero::NativePrecision>;
 
 void measure_update(Sheet& sheet, int threads, double bound) {
   const std::size_t n = std::size_t{64} << 20;  // 1 GiB in all: far more than any cache
@@ -33,9 +37,9 @@ void measure_update(Sheet& sheet, int threads, double bound) {
       [&] {
         team.run([&](int rank) {
           const std::size_t at = static_cast<std::size_t>(rank) * share;
-          const zero::detail::UpdateArrays<float, 3> mine{
-              p + at, g + at, {m + at, v + at, nullptr}};
-          zero::detail::update_elements(rule, scalars, mine, share);
+          const zero::detail::UpdateArrays<Plain, 3> mine{
+              p + at, nullptr, {m + at, v + at, nullptr}};
+          zero::detail::update_elements(rule, scalars, mine, g + at, share);
         });
       },
       [&] {

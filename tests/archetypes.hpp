@@ -643,12 +643,25 @@ struct BareStage : NotFromNothing {
 
 // ---- PrecisionPolicy
 
-struct BarePrecision : NotFromNothing {
-  using NotFromNothing::NotFromNothing;
+struct OwnPrecision {
+  template <class T>
+  using Master = T;
   template <class T>
   using Slot = T;
   template <class T>
   using Wire = T;
+  static constexpr zero::Rounding rounding = zero::Rounding::nearest;
+};
+
+struct BarePrecision : NotFromNothing, OwnPrecision {
+  using NotFromNothing::NotFromNothing;
+};
+
+/// Rounds stochastically, so it has a seed.
+struct BareNoisyPrecision : BarePrecision {
+  using BarePrecision::BarePrecision;
+  static constexpr zero::Rounding rounding = zero::Rounding::stochastic;
+  ConvertsTo<std::uint64_t> seed{7};
 };
 
 // ---- Observer

@@ -28,10 +28,13 @@ namespace zero {
 ///
 /// A minimal model:
 /// @code
-/// struct InDouble {
-///   template <class T> using Master = T;
-///   template <class T> using Slot = zero::arithmetic_t<T>;
-///   template <class T> using Wire = T;
+/// struct OwnPrecision {
+///   template <class T>
+///   using Master = T;
+///   template <class T>
+///   using Slot = T;
+///   template <class T>
+///   using Wire = T;
 ///   static constexpr zero::Rounding rounding = zero::Rounding::nearest;
 /// };
 /// @endcode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expect: elements that are computed in as they are stored
+// expect: an element type must be float or double, or 16 bits
 #include <zero/zero.hpp>
 
 #include <vector>

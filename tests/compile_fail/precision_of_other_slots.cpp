@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// expect: this version keeps slots and traffic in the parameters. own element types
+// expect: its slots must be computed in the same
 #include <zero/zero.hpp>
 
 #include <vector>
 
-struct Precision {
-  template <class T>
+struct Precision : zero::NativePrecision {
 #ifdef ZERO_COMPILE_FAIL
-  using Slot = double;
-#else
-  using Slot = T;
-#endif
   template <class T>
-  using Wire = T;
+  using Slot = double;
+#endif
 };
 using Store = std::vector<zero::ParamRef<float>>;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expect: this version keeps values with the caller or in an arena
+// expect: this version keeps values and gradients with the caller or in an arena
 #include <zero/zero.hpp>
 
 #include <cstddef>

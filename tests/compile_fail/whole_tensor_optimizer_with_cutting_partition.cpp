@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expect: needs complete tensors, but this partition cuts them
+// expect: needs complete tensors, but this partition cuts them; use zero::BalancedPartition
 #include <zero/zero.hpp>
 
 #include <array>

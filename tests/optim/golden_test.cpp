@@ -20,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../plain_update.hpp"
 #include "catch.hpp"
 
 namespace {
@@ -96,7 +97,7 @@ void run_case(const Json& golden_case) {
   std::vector<T> values = numbers<T>(inputs.at("param0"));
   const std::size_t n = values.size();
   std::array<std::vector<T>, Rule::slots.size()> state;
-  zero::detail::UpdateArrays<T, Rule::slots.size()> arrays{values.data(), nullptr, {}};
+  plain::Arrays<T, Rule::slots.size()> arrays{values.data(), nullptr, {}};
   for (std::size_t slot = 0; slot < zero::used_slots(rule); ++slot) {
     state[slot].assign(n, T(0));
     arrays.state[slot] = state[slot].data();
@@ -109,7 +110,7 @@ void run_case(const Json& golden_case) {
     const std::vector<T> gradient = numbers<T>(inputs.at("grads").at(static_cast<std::size_t>(t)));
     ++t;
     arrays.gradient = gradient.data();
-    zero::detail::update_elements(rule, rule.template scalars<T>(t), arrays, n);
+    plain::update(rule, rule.template scalars<T>(t), arrays, n);
     INFO("step " << t);
     CHECK(difference(values, expected, tolerance<Rule, T>()) == "");
   }

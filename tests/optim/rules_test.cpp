@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "../plain_update.hpp"
 #include "catch.hpp"
 
 namespace {
@@ -129,8 +130,8 @@ struct Arrays {
   [[nodiscard]] std::size_t size() const { return values.size(); }
 
   /// Null beyond the used slots: reading one of those would crash.
-  zero::detail::UpdateArrays<T, slot_count> pointers(std::size_t used, std::size_t at = 0) {
-    zero::detail::UpdateArrays<T, slot_count> p{values.data() + at, gradient.data() + at, {}};
+  plain::Arrays<T, slot_count> pointers(std::size_t used, std::size_t at = 0) {
+    plain::Arrays<T, slot_count> p{values.data() + at, gradient.data() + at, {}};
     for (std::size_t slot = 0; slot < used; ++slot) p.state[slot] = state[slot].data() + at;
     return p;
   }
@@ -224,7 +225,7 @@ void check_cuts(const Rule& rule, unsigned seed, bool special) {
   Arrays<Rule, T> cut = whole;
   for (std::int64_t t = 1; t <= steps; ++t) {
     const auto scalars = rule.template scalars<T>(t);
-    zero::detail::update_elements(rule, scalars, whole.pointers(used), n);
+    plain::update(rule, scalars, whole.pointers(used), n);
     for (std::size_t begin = 0; begin < n;) {
       const std::size_t size = std::min(n - begin, std::size_t{random() % 40});
       // In a buffer of its own, which begins anywhere between two vector loads.
@@ -238,7 +239,7 @@ void check_cuts(const Rule& rule, unsigned seed, bool special) {
       piece.values = take(cut.values);
       piece.gradient = take(cut.gradient);
       for (std::size_t slot = 0; slot < used; ++slot) piece.state[slot] = take(cut.state[slot]);
-      zero::detail::update_elements(rule, scalars, piece.pointers(used, at), size);
+      plain::update(rule, scalars, piece.pointers(used, at), size);
       std::copy_n(piece.values.data() + at, size, cut.values.data() + begin);
       for (std::size_t slot = 0; slot < used; ++slot) {
         std::copy_n(piece.state[slot].data() + at, size, cut.state[slot].data() + begin);
@@ -266,7 +267,7 @@ void check_scalar(const Rule& rule, unsigned seed, bool special) {
   Arrays<Rule, T> scalar = vector;
   for (std::int64_t t = 1; t <= steps; ++t) {
     const auto scalars = rule.template scalars<T>(t);
-    zero::detail::update_elements(rule, scalars, vector.pointers(used), n);
+    plain::update(rule, scalars, vector.pointers(used), n);
     for (std::size_t i = 0; i < n; ++i) {
       [&]<std::size_t... slot>(std::index_sequence<slot...>) {
         Rule::update(scalar.values[i], scalar.gradient[i], scalar.state[slot][i]..., scalars);
@@ -303,7 +304,7 @@ void check_untouched() {
       for (std::size_t slot = used; slot < arrays.state.size(); ++slot) {
         arrays.state[slot].assign(n, T(12345));
       }
-      zero::detail::update_elements(rule, rule.template scalars<T>(1),
+      plain::update(rule, rule.template scalars<T>(1),
                                     arrays.pointers(arrays.state.size()), n);
       INFO((name_of<Rule, T>(rule, static_cast<unsigned>(n), n)));
       for (std::size_t slot = used; slot < arrays.state.size(); ++slot) {
@@ -322,7 +323,7 @@ void check_surroundings() {
     constexpr std::size_t margin = 16;
     Arrays<Rule, T> arrays = draw_arrays<Rule, T>(random, n + 2 * margin, false);
     const Arrays<Rule, T> before = arrays;
-    zero::detail::update_elements(rule, rule.template scalars<T>(1),
+    plain::update(rule, rule.template scalars<T>(1),
                                   arrays.pointers(zero::used_slots(rule), margin), n);
     CHECK(identical(arrays.gradient, before.gradient));
     bool kept = true;
@@ -542,7 +543,7 @@ TEMPLATE_TEST_CASE("rules: NaN and infinity in a gradient stay in their element"
       Arrays<zero::Adam, T> arrays{std::vector<T>(n, T(1)), std::vector<T>(n, T(0.5)), {}};
       for (auto& slot : arrays.state) slot.assign(n, T(0));
       arrays.gradient[where] = bad;
-      zero::detail::update_elements(rule, rule.scalars<T>(1), arrays.pointers(2), n);
+      plain::update(rule, rule.scalars<T>(1), arrays.pointers(2), n);
       for (std::size_t i = 0; i < n; ++i) CHECK(std::isnan(arrays.values[i]) == (i == where));
     }
   }
@@ -641,8 +642,8 @@ TEMPLATE_TEST_CASE("a rule may use compound assignment and scalars", "", float, 
   for (std::size_t i = 0; i < values.size(); ++i) {
     Compound::update(expected[i], gradients[i], expected_largest[i], scalars);
   }
-  zero::detail::UpdateArrays<T, 1> arrays{values.data(), gradients.data(), {largest.data()}};
-  zero::detail::update_elements(rule, scalars, arrays, values.size());
+  plain::Arrays<T, 1> arrays{values.data(), gradients.data(), {largest.data()}};
+  plain::update(rule, scalars, arrays, values.size());
   CHECK(values == expected);
   CHECK(largest == expected_largest);
 }

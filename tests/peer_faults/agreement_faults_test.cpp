@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "../plain_update.hpp"
 #include "../ranks.hpp"
 #include "catch.hpp"
 #include "zero/detail/update_loop.hpp"
@@ -83,10 +84,10 @@ Trained serial(const Model<>& shapes, const std::vector<Rule>& groups, int world
       if (!anywhere[i]) continue;
       for (float& x : sums[i]) x *= static_cast<float>(1.0 / world);
       const Rule& rule = groups[model[i].group()];
-      zero::detail::UpdateArrays<float, slot_count> arrays{
+      plain::Arrays<float, slot_count> arrays{
           trained.values[i].data(), sums[i].data(), {}};
       for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = state[i][s].data();
-      zero::detail::update_elements(rule, rule.template scalars<float>(++trained.steps[i]), arrays,
+      plain::update(rule, rule.template scalars<float>(++trained.steps[i]), arrays,
                                     trained.values[i].size());
     }
   }

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../plain_update.hpp"
 #include "catch.hpp"
 
 namespace {
@@ -26,7 +27,7 @@ std::vector<double> trajectory(const Rule& rule, double start,
   constexpr std::size_t slot_count = Rule::slots.size();
   std::vector<T> values(n, static_cast<T>(start));
   std::array<std::vector<T>, slot_count> state;
-  zero::detail::UpdateArrays<T, slot_count> arrays{values.data(), nullptr, {}};
+  plain::Arrays<T, slot_count> arrays{values.data(), nullptr, {}};
   for (std::size_t slot = 0; slot < zero::used_slots(rule); ++slot) {
     state[slot].assign(n, T(0));
     arrays.state[slot] = state[slot].data();
@@ -37,7 +38,7 @@ std::vector<double> trajectory(const Rule& rule, double start,
     const std::vector<T> gradient(n, static_cast<T>(g));
     arrays.gradient = gradient.data();
     ++t;
-    zero::detail::update_elements(rule, rule.template scalars<T>(t), arrays, n);
+    plain::update(rule, rule.template scalars<T>(t), arrays, n);
     for (const T value : values) CHECK(value == values[0]);
     out.push_back(static_cast<double>(values[0]));
   }
