@@ -165,14 +165,15 @@ struct WideConversion {
   /// `noise_bits` of elements `first`, `first` + 1, …
   template <unsigned quantity>
   [[gnu::always_inline]] static void noise(NoiseKey key, std::uint32_t first, Unsigned& noise16) {
+    const NoiseKey keys = stream_key(key, quantity / 2);
     Unsigned x, numbers, middle;
-    broadcast(first + key.a, x);
+    broadcast(first + keys.a, x);
     number_lanes(numbers);
-    broadcast(stream_key(key, quantity / 2), middle);
+    broadcast(keys.b, middle);
     x += numbers;
     x = (x ^ x >> 16) * noise_factor_1;
-    x = ((x ^ x >> 15) ^ middle) * noise_factor_2;
-    x ^= x >> 15;
+    x = (x ^ x >> 13 ^ middle) * noise_factor_2;
+    x ^= x >> 16;
     noise16 = quantity % 2 == 0 ? x & 0xffffU : x >> 16;
   }
 };
