@@ -33,7 +33,7 @@ ZERO_HOST_DEVICE constexpr NoiseKey noise_key(std::uint64_t seed, std::uint64_t 
   std::uint64_t x = mix64(seed + golden);
   x = mix64((x ^ step) + golden);
   x = mix64((x ^ parameter) + golden);
-  return {static_cast<std::uint32_t>(x >> 32), static_cast<std::uint32_t>(x)};
+  return {.a = static_cast<std::uint32_t>(x >> 32), .b = static_cast<std::uint32_t>(x)};
 }
 
 /// What stands in for `key` in stream number `stream`: another key, as of another parameter.
@@ -41,7 +41,7 @@ ZERO_HOST_DEVICE constexpr NoiseKey noise_key(std::uint64_t seed, std::uint64_t 
 ZERO_HOST_DEVICE constexpr NoiseKey stream_key(NoiseKey key, std::uint32_t stream) noexcept {
   const std::uint64_t both = static_cast<std::uint64_t>(key.a) << 32 | key.b;
   const std::uint64_t x = mix64(both + 0x9e3779b97f4a7c15U * (stream + std::uint64_t{1}));
-  return {static_cast<std::uint32_t>(x >> 32), static_cast<std::uint32_t>(x)};
+  return {.a = static_cast<std::uint32_t>(x >> 32), .b = static_cast<std::uint32_t>(x)};
 }
 
 /// The factors of MurmurHash3's 32-bit finalizer (https://github.com/aappleby/smhasher).
