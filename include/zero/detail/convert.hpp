@@ -31,7 +31,7 @@ using Packed16 = typename VectorOf<std::uint16_t, 16>::type;
 
 #if ZERO_SSE2
 
-enum class AvxConversion { broadcast, widen, narrow, from_float16, to_float16 };
+enum class AvxConversion : std::uint8_t { broadcast, widen, narrow, from_float16, to_float16 };
 
 /// Single instructions that g++ 12 replaces by several 16-byte ones when the code around them was
 /// written outside an AVX2 function. Those for float16 are F16C's, which every processor with AVX2
@@ -111,8 +111,7 @@ struct WideConversion {
     } else {
       const Unsigned magnitude = stored & 0x7fffU;
       const Unsigned sign = (stored ^ magnitude) << 16;
-      const Unsigned small =
-          (Unsigned)(__builtin_convertvector((Signed)magnitude, Float) * 0x1p-24F);
+      const auto small = (Unsigned)(__builtin_convertvector((Signed)magnitude, Float) * 0x1p-24F);
       Unsigned is_normal, is_special, is_nan, value;
       is_greater(magnitude, 0x3ff, is_normal);
       is_greater(magnitude, 0x7bff, is_special);
@@ -128,7 +127,7 @@ struct WideConversion {
   template <ElementType type, Rounding rounding>
   [[gnu::always_inline]] static void store(const Float& values, const Unsigned& noise16,
                                            Unsigned& rounded) {
-    const Unsigned bits = (Unsigned)values;
+    const auto bits = (Unsigned)values;
     const Unsigned magnitude = bits & 0x7fffffffU;
     Unsigned is_nan;
     is_greater(magnitude, 0x7f800000, is_nan);
@@ -142,7 +141,7 @@ struct WideConversion {
       const Unsigned result = (bits + (added & ~is_nan)) | (is_nan & 0x400000U);
       rounded = (Unsigned)((Signed)result >> 16);
     } else {
-      const Unsigned sign = (Unsigned)((Signed)(bits ^ magnitude) >> 16);
+      const auto sign = (Unsigned)((Signed)(bits ^ magnitude) >> 16);
       Unsigned is_normal, is_infinite, large, small, result;
       is_greater(magnitude, 0x387fffff, is_normal);
       if constexpr (rounding == Rounding::nearest) {
@@ -165,14 +164,15 @@ struct WideConversion {
   /// `noise_bits` of elements `first`, `first` + 1, …
   template <unsigned quantity>
   [[gnu::always_inline]] static void noise(NoiseKey key, std::uint32_t first, Unsigned& noise16) {
+    const NoiseKey keys = stream_key(key, quantity / 2);
     Unsigned x, numbers, middle;
-    broadcast(first + key.a, x);
+    broadcast(first + keys.a, x);
     number_lanes(numbers);
-    broadcast(stream_key(key, quantity / 2), middle);
+    broadcast(keys.b, middle);
     x += numbers;
     x = (x ^ x >> 16) * noise_factor_1;
-    x = ((x ^ x >> 15) ^ middle) * noise_factor_2;
-    x ^= x >> 15;
+    x = (x ^ x >> 13 ^ middle) * noise_factor_2;
+    x ^= x >> 16;
     noise16 = quantity % 2 == 0 ? x & 0xffffU : x >> 16;
   }
 };

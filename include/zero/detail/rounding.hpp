@@ -33,31 +33,32 @@ ZERO_HOST_DEVICE constexpr NoiseKey noise_key(std::uint64_t seed, std::uint64_t 
   std::uint64_t x = mix64(seed + golden);
   x = mix64((x ^ step) + golden);
   x = mix64((x ^ parameter) + golden);
-  return {static_cast<std::uint32_t>(x >> 32), static_cast<std::uint32_t>(x)};
+  return {.a = static_cast<std::uint32_t>(x >> 32), .b = static_cast<std::uint32_t>(x)};
 }
 
-/// The factors of a 32-bit mix with little bias, found by search
-/// (https://github.com/skeeto/hash-prospector).
-inline constexpr std::uint32_t noise_factor_1 = 0x21f0aaadU;
-inline constexpr std::uint32_t noise_factor_2 = 0xd35a2d97U;
-
-/// Stands in for `key.b` in stream number `stream`: another number in all its bits.
-ZERO_HOST_DEVICE constexpr std::uint32_t stream_key(NoiseKey key, std::uint32_t stream) noexcept {
-  std::uint32_t x = key.b + 0x9e3779b9U * (stream + 1);
-  x = (x ^ x >> 16) * noise_factor_1;
-  x = (x ^ x >> 15) * noise_factor_2;
-  return x ^ x >> 15;
+/// What stands in for `key` in stream number `stream`: another key, as of another parameter.
+/// Sharing half of it between streams would save work, and correlate the streams of a few keys.
+ZERO_HOST_DEVICE constexpr NoiseKey stream_key(NoiseKey key, std::uint32_t stream) noexcept {
+  const std::uint64_t both = static_cast<std::uint64_t>(key.a) << 32 | key.b;
+  const std::uint64_t x = mix64(both + 0x9e3779b97f4a7c15U * (stream + std::uint64_t{1}));
+  return {.a = static_cast<std::uint32_t>(x >> 32), .b = static_cast<std::uint32_t>(x)};
 }
 
-/// 32 random bits, a function of its arguments. Cheap for the second stream of an element: its
-/// first half is the same for all of them. Elements 2^32 apart have the same noise.
+/// The factors of MurmurHash3's 32-bit finalizer (https://github.com/aappleby/smhasher).
+inline constexpr std::uint32_t noise_factor_1 = 0x85ebca6bU;
+inline constexpr std::uint32_t noise_factor_2 = 0xc2b2ae35U;
+
+/// 32 random bits, a function of its arguments: MurmurHash3's finalizer with a second key amid it,
+/// without which two parameters would have one sequence from different places. (Measured: other
+/// published factors leave elements at some distances correlated by up to 0.005.) Elements 2^32
+/// apart have the same noise.
 ZERO_HOST_DEVICE constexpr std::uint32_t noise(NoiseKey key, std::uint32_t element,
                                                std::uint32_t stream) noexcept {
-  std::uint32_t x = element + key.a;
+  const NoiseKey keys = stream_key(key, stream);
+  std::uint32_t x = element + keys.a;
   x = (x ^ x >> 16) * noise_factor_1;
-  // Without a key in the middle, too, two parameters would have one sequence from different places.
-  x = ((x ^ x >> 15) ^ stream_key(key, stream)) * noise_factor_2;
-  return x ^ x >> 15;
+  x = (x ^ x >> 13 ^ keys.b) * noise_factor_2;
+  return x ^ x >> 16;
 }
 
 /// 16 random bits for an element's rounding number `quantity`: 0 is its value, 1 its first slot…
