@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <cinttypes>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <random>

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The example's own partitions and view: what they say is where things lie, and no bit depends on
 // them.
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
