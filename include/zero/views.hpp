@@ -256,6 +256,8 @@ constexpr void check_rank(const Layout<Partition>& layout, int rank) {
                    std::to_string(layout.world()) + " (ranks count from 0)");
 }
 
+// Compilers show the deleted overloads below, so their parameter's name says what is wrong.
+
 struct BucketsOfLane {
   std::size_t lane;
 
