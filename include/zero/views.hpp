@@ -25,6 +25,9 @@
 /// All views are lazy: composing them searches nothing and allocates nothing, and neither does
 /// iterating. They are forward ranges of values, and point into the layout, which must outlive
 /// them; so a temporary layout is refused.
+///
+/// As with any range of values, a member pointer is fine as an algorithm's projection, but in
+/// `transform` it would refer into a value that is gone: give that a lambda.
 namespace zero::views {
 
 /// One rank's slice of one bucket. It may hold padding.
