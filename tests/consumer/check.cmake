@@ -48,6 +48,24 @@ elseif(WAY STREQUAL "unknown_component")
     message(FATAL_ERROR "An unknown component must be refused by name.")
   endif()
 
+elseif(WAY STREQUAL "range_v3")
+  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
+  must_run(${configure} -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D ZERO_COMPONENTS=range_v3)
+  build_and_run_consumer()
+  must_run(${WORK_DIR}/build/views_consumer)
+
+elseif(WAY STREQUAL "range_v3_missing")
+  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
+  list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix
+       -D CMAKE_DISABLE_FIND_PACKAGE_range-v3=ON)
+  execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=range_v3
+    RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(status EQUAL 0 OR NOT output MATCHES "component range_v3 needs range-v3")
+    message("${output}")
+    message(FATAL_ERROR "A component without its package must be refused by name.")
+  endif()
+  must_run(${configure} -D ZERO_COMPONENTS=)  # the core asks for nothing
+
 elseif(WAY STREQUAL "bare_compiler")
   # What the README says: no build system, and not one warning.
   must_run(${COMPILER} -std=c++20 -Wall -Wextra -I${ZERO_SOURCE_DIR}/include

@@ -1,5 +1,11 @@
 # Users' ways to zero, each tried from scratch in a folder of its own.
-foreach(way IN ITEMS package subdirectory unknown_component bare_compiler)
+set(ways package subdirectory unknown_component range_v3_missing bare_compiler)
+set(installing_ways package unknown_component range_v3_missing)
+if(TARGET zero::range_v3)
+  list(APPEND ways range_v3)
+  list(APPEND installing_ways range_v3)
+endif()
+foreach(way IN LISTS ways)
   add_test(NAME consumer.${way}
     COMMAND ${CMAKE_COMMAND} -D WAY=${way} -D ZERO_SOURCE_DIR=${PROJECT_SOURCE_DIR}
             -D ZERO_BINARY_DIR=${PROJECT_BINARY_DIR} -D VERSION=${PROJECT_VERSION}
@@ -9,5 +15,6 @@ foreach(way IN ITEMS package subdirectory unknown_component bare_compiler)
   set_tests_properties(consumer.${way} PROPERTIES LABELS consumer TIMEOUT ${ZERO_TEST_TIMEOUT})
 endforeach()
 # Every installation writes its manifest into the same build folder.
-set_tests_properties(consumer.package consumer.unknown_component PROPERTIES RESOURCE_LOCK install)
+list(TRANSFORM installing_ways PREPEND consumer.)
+set_tests_properties(${installing_ways} PROPERTIES RESOURCE_LOCK install)
 zero_label(consumer)
