@@ -3,6 +3,7 @@
 // copies where moves do, no comparison, no conversion. What works with these asks for no more than
 // the concepts say.
 // The first of a concept is the minimal model of its doc comment, word for word where it has one.
+// What stands between two lines `//! [NAME]` is shown on the concept's page in docs/concepts/.
 #pragma once
 
 #include <zero/zero.hpp>
@@ -44,6 +45,7 @@ struct MoveOnly : NotFromNothing {
 
 // ---- Element
 
+//! [Element]
 /// Stored as bits, with no arithmetic of its own.
 class BareElement {
  public:
@@ -54,9 +56,11 @@ class BareElement {
   explicit constexpr BareElement(float x) : x_(x) {}
   float x_;
 };
+//! [Element]
 
 }  // namespace archetypes
 
+//! [element_traits]
 template <>
 struct zero::element_traits<archetypes::BareElement> {
   static constexpr ElementType type = ElementType::float32;
@@ -65,11 +69,13 @@ struct zero::element_traits<archetypes::BareElement> {
   static float load(archetypes::BareElement x) { return x.x_; }
   static archetypes::BareElement store(float x) { return archetypes::BareElement(x); }
 };
+//! [element_traits]
 
 namespace archetypes {
 
 // ---- Parameter
 
+//! [Parameter]
 struct Scalar {
   float* value;
   float* slope;
@@ -78,6 +84,7 @@ struct Scalar {
   std::span<float> values() const { return {value, 1}; }
   std::span<float> gradient() const { return {slope, 1}; }
 };
+//! [Parameter]
 
 /// Converts to `To`, once, and is nothing else.
 template <class To>
@@ -256,6 +263,7 @@ class BareFlatStore : public BareStore<BareParameter> {
 // ---- UpdateRule
 
 // clang-format off
+//! [UpdateRule]
 struct SignSgd {
   double lr = 1e-3;
   static constexpr std::array<std::string_view, 0> slots{};
@@ -268,6 +276,7 @@ struct SignSgd {
     value = value - s.lr * zero::sign(gradient);
   }
 };
+//! [UpdateRule]
 // clang-format on
 
 /// `zero::Sgd` with momentum in its bits, without `used_slots` and `validate`.
@@ -297,6 +306,7 @@ struct BareRule : NotFromNothing {
 // ---- WholeTensorOptimizer
 
 // clang-format off
+//! [WholeTensorOptimizer]
 struct NormalizedDescent {
   double lr = 1e-3;
   static constexpr std::array<std::string_view, 0> slots{};
@@ -310,6 +320,7 @@ struct NormalizedDescent {
     }
   }
 };
+//! [WholeTensorOptimizer]
 // clang-format on
 
 /// Scales a tensor's step by the size of its first extent.
@@ -357,6 +368,7 @@ struct BareProduct : NotFromNothing {
 
 // ---- Communicator
 
+//! [Request]
 /// Over when it is started.
 struct SoloRequest : MoveOnly {
   using MoveOnly::MoveOnly;
@@ -364,7 +376,9 @@ struct SoloRequest : MoveOnly {
   void wait(std::chrono::nanoseconds) {}
   bool done() { return true; }
 };
+//! [Request]
 
+//! [operations]
 /// What a rank alone receives is what it sends, perhaps in place.
 template <class T>
 SoloRequest solo_copy(std::span<const T> input, std::span<T> output) {
@@ -448,7 +462,9 @@ struct SoloCapable {
   static constexpr bool supports(zero::ElementType) { return true; }
   static constexpr bool supports(zero::ReduceOp) { return true; }
 };
+//! [operations]
 
+//! [Communicator]
 /// A world of one rank: nothing to sum, nobody to wait for.
 struct SoloCommunicator : MoveOnly,
                           SoloRanked,
@@ -467,7 +483,9 @@ struct SoloCommunicator : MoveOnly,
                           SoloCapable {
   using MoveOnly::MoveOnly;
 };
+//! [Communicator]
 
+//! [SharedMemoryCommunicator]
 /// The meeting of a world of one.
 struct SoloMeeting : SoloRequest {
   explicit SoloMeeting(const void* published) : SoloRequest(0), published_(published) {}
@@ -483,6 +501,7 @@ struct SoloSharedCommunicator : SoloCommunicator {
   using SoloCommunicator::SoloCommunicator;
   SoloMeeting meet(const char*, const void* published) { return SoloMeeting(published); }
 };
+//! [SharedMemoryCommunicator]
 
 /// A request of several ranks, without what `InProcessRequest` has beyond the concept.
 template <class R>
@@ -583,12 +602,14 @@ class BareSharedCommunicator : public BareCommunicator {
 
 // ---- PartitionPolicy
 
+//! [CuttingPartition]
 struct FirstRankOnly {
   static constexpr bool cuts_tensors = true;
   constexpr std::size_t cut(std::size_t n, std::size_t, int, int rank) const {
     return rank == 0 ? 0 : n;
   }
 };
+//! [CuttingPartition]
 
 /// Everything on one rank (the last where there are fewer), which it must be told.
 struct BareCuttingPartition : NotFromNothing {
@@ -616,11 +637,13 @@ struct BareWholeTensorPartition : NotFromNothing {
 
 // ---- BucketViewPolicy
 
+//! [BucketViewPolicy]
 struct SmallBuckets {
   static constexpr zero::Residency values = zero::Residency::caller;
   static constexpr zero::Residency gradients = zero::Residency::caller;
   std::size_t bucket_bytes = 1024;
 };
+//! [BucketViewPolicy]
 
 /// Moves values; its size is a number of another type.
 struct BareArenaView : NotFromNothing {
@@ -643,6 +666,7 @@ struct BareStage : NotFromNothing {
 
 // ---- PrecisionPolicy
 
+//! [PrecisionPolicy]
 struct OwnPrecision {
   template <class T>
   using Master = T;
@@ -652,6 +676,7 @@ struct OwnPrecision {
   using Wire = T;
   static constexpr zero::Rounding rounding = zero::Rounding::nearest;
 };
+//! [PrecisionPolicy]
 
 struct BarePrecision : NotFromNothing, OwnPrecision {
   using NotFromNothing::NotFromNothing;
@@ -666,11 +691,13 @@ struct BareNoisyPrecision : BarePrecision {
 
 // ---- Observer
 
+//! [Observer]
 struct BucketCounter {
   std::size_t updated = 0;
   void begin(const zero::Event&) {}
   void end(const zero::Event& event) { updated += event.phase == zero::Phase::update; }
 };
+//! [Observer]
 
 struct BareObserver : MoveOnly {
   using MoveOnly::MoveOnly;

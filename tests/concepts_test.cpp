@@ -359,12 +359,12 @@ struct RunTimeStage : StageOf<true, false, false> {
 static_assert(!zero::StagePolicy<RunTimeStage>);
 
 // Precisions
-static_assert(zero::PrecisionPolicy<archetypes::OwnPrecision>);
-static_assert(zero::PrecisionPolicy<archetypes::BareNoisyPrecision>);
+static_assert(zero::PrecisionPolicy<OwnPrecision>);
+static_assert(zero::PrecisionPolicy<BareNoisyPrecision>);
 ZERO_NEEDS_TYPE(PrecisionPolicy, BarePrecision, Master);
 ZERO_NEEDS_TYPE(PrecisionPolicy, BarePrecision, Slot);
 ZERO_NEEDS(PrecisionPolicy, BarePrecision, rounding);
-ZERO_NEEDS(PrecisionPolicy, archetypes::BareNoisyPrecision, seed);
+ZERO_NEEDS(PrecisionPolicy, BareNoisyPrecision, seed);
 ZERO_NEEDS_TYPE(PrecisionPolicy, BarePrecision, Wire);
 struct IntegerSlots : BarePrecision {
   template <class>

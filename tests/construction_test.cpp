@@ -61,7 +61,7 @@ static_assert(deduces<ZeroSharded<Adam, Refs&, InProcessCommunicator&>,  //
                       Adam, Refs&, InProcessCommunicator&>);
 static_assert(std::is_same_v<ZeroSharded<Adam>,
                              ZeroSharded<Adam, Refs, InProcessCommunicator, ContiguousPartition,
-                                         NoView, Stage1, NativePrecision, NoObserver>>);
+                                         NoView, Stage1, zero::MixedPrecision, NoObserver>>);
 static_assert(std::is_same_v<ZeroSharded<Adam, Movable&>,
                              ZeroSharded<Adam, Movable&, InProcessCommunicator, ContiguousPartition,
                                          ParamView, Stage1>>);
@@ -145,7 +145,7 @@ static_assert(deduces_in_orders(std::make_index_sequence<720>{}));
 
 // Some of them, and each alone.
 static_assert(deduces<ZeroSharded<Sgd, Refs&, SoloCommunicator, ContiguousPartition, NoView,
-                                  Replicated, NativePrecision, Watcher>,
+                                  Replicated, zero::MixedPrecision, Watcher>,
                       Sgd, Refs&, SoloCommunicator, Watcher, Replicated>);
 static_assert(std::is_same_v<Deduced<Sgd, Refs&, SoloCommunicator, FirstRankOnly>::partition_type,
                              FirstRankOnly>);

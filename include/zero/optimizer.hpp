@@ -44,15 +44,16 @@
 ///  7. `update(TensorRef<T> tensor, std::array<std::span<T>, N> slots, std::int64_t t) const` for T
 ///     = float, double or both: one step, t = 1, 2, … being the parameter's own step count, of one
 ///     complete tensor, which may be empty. Changes the values and the slots. Each slot has as many
-///     elements as the tensor, and none beyond `used_slots()`. Allocates nothing: see 8.
+///     elements as the tensor, and none beyond `used_slots()`. Allocates nothing: memory
+///     comes from `workspace`.
 ///  8. optionally `std::size_t workspace(std::span<const std::size_t> shape) const`: how many
 ///     elements of scratch memory `update` needs for a tensor of this shape. Default: none.
 ///  9. optionally `void validate(std::span<const std::size_t> shape) const`: throws `UsageError`
 ///     for a tensor that it can't take; the message says why, and what to do. The caller puts the
 ///     parameter's name before it. Default: takes all.
-/// 10. The result depends on nothing but the tensor, its gradient, its slots, the options and t, to
-///     the last bit: which rank updates a tensor, where it lies in memory, what is in the workspace
-///     and which tensors came before is arbitrary.
+///  10. The result depends on nothing but the tensor, its gradient, its slots, the options and t,
+///     to the last bit: which rank updates a tensor, where it lies in memory, what is in the
+///     workspace and which tensors came before is arbitrary.
 ///
 /// A minimal model, descent by steps of one length:
 /// @code

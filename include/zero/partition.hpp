@@ -55,6 +55,7 @@ concept WholeTensorPartition =
       policy.assign(elements, loads, owners);
     };
 
+/// Either kind.
 template <class P>
 concept PartitionPolicy = CuttingPartition<P> || WholeTensorPartition<P>;
 

@@ -26,6 +26,7 @@ enum class FiniteCheck : std::uint8_t {
   never,  ///< non-finite gradients are stepped with
 };
 
+/// Given among the policies; a field left out has the default that most callers want.
 struct Settings {
   Gradients gradients = Gradients::local;
   /// What the summed gradient is multiplied by, once. Default: 1/K for local gradients (their

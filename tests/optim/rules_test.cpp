@@ -304,8 +304,7 @@ void check_untouched() {
       for (std::size_t slot = used; slot < arrays.state.size(); ++slot) {
         arrays.state[slot].assign(n, T(12345));
       }
-      plain::update(rule, rule.template scalars<T>(1),
-                                    arrays.pointers(arrays.state.size()), n);
+      plain::update(rule, rule.template scalars<T>(1), arrays.pointers(arrays.state.size()), n);
       INFO((name_of<Rule, T>(rule, static_cast<unsigned>(n), n)));
       for (std::size_t slot = used; slot < arrays.state.size(); ++slot) {
         CHECK(arrays.state[slot] == std::vector<T>(n, T(12345)));
@@ -324,7 +323,7 @@ void check_surroundings() {
     Arrays<Rule, T> arrays = draw_arrays<Rule, T>(random, n + 2 * margin, false);
     const Arrays<Rule, T> before = arrays;
     plain::update(rule, rule.template scalars<T>(1),
-                                  arrays.pointers(zero::used_slots(rule), margin), n);
+                  arrays.pointers(zero::used_slots(rule), margin), n);
     CHECK(identical(arrays.gradient, before.gradient));
     bool kept = true;
     const auto compare = [&](const std::vector<T>& now, const std::vector<T>& then) {

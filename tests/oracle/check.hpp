@@ -17,7 +17,8 @@ void check(std::uint32_t first_seed, const std::vector<Opt>& groups) {
   for (std::uint32_t seed = first_seed; seed < first_seed + 120; ++seed) {
     std::string found;
     try {
-      found = run<Path, Model, Partition, View, Stage, Precision>(draw(seed, groups.size()), groups);
+      found =
+          run<Path, Model, Partition, View, Stage, Precision>(draw(seed, groups.size()), groups);
     } catch (const std::exception& error) {
       found = error.what();
     }

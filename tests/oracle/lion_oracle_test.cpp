@@ -18,7 +18,8 @@ using oracle::Tensors;
 
 TEST_CASE("Lion: same bits, shared memory") {
   oracle::check<SharedMemory, Tensors<Tensor, std::span<float>>, zero::ContiguousPartition,
-                zero::ParamView, zero::Stage1, zero::MixedPrecision, Lion>(20000, {{.lr = 0.01, .weight_decay = 0.1}});
+                zero::ParamView, zero::Stage1, zero::MixedPrecision, Lion>(
+      20000, {{.lr = 0.01, .weight_decay = 0.1}});
 }
 TEST_CASE("Lion: same bits, collectives only") {
   oracle::check<CollectivesOnly, Tensors<FixedTensor, std::span<double>>, zero::ContiguousPartition,

@@ -494,7 +494,9 @@ void mark(Optimizer& optimizer, const Case& c, int rank, int step) {
 }
 
 /// The index that `name_of` made a name of.
-inline std::size_t index_of(std::string_view name) { return std::stoul(std::string(name.substr(1))); }
+inline std::size_t index_of(std::string_view name) {
+  return std::stoul(std::string(name.substr(1)));
+}
 
 /// What a rank shows. @param covered elements shown of each slot
 template <class Model, class Optimizer>
@@ -502,10 +504,10 @@ void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& re
              std::map<std::pair<std::size_t, std::string>, std::size_t>& covered) {
   for (std::size_t i = 0; i < c.shapes.size(); ++i) {
     if (c.leader(i) != i) continue;
-    zero::detail::visit_span(
-        zero::detail::parameter_at(model.store(), i).values(), [&]<class T>(std::span<T> values) {
-          result.values[i] = bytes_of(std::span<const T>(values));
-        });
+    zero::detail::visit_span(zero::detail::parameter_at(model.store(), i).values(),
+                             [&]<class T>(std::span<T> values) {
+                               result.values[i] = bytes_of(std::span<const T>(values));
+                             });
   }
   const auto add = [&](const auto& slices) {
     for (const auto& slice : slices) {
@@ -548,8 +550,7 @@ std::string run(Case c, const std::vector<Opt>& groups) {
   }
   Precision precision;
   if constexpr (requires { precision.seed; }) precision.seed = c.seed + 99;
-  const Result want =
-      run_serial<Precision>(c, groups, c.seed + 99, typename Model::elements{});
+  const Result want = run_serial<Precision>(c, groups, c.seed + 99, typename Model::elements{});
   std::vector<Result> got(static_cast<std::size_t>(c.world));
   std::vector<std::map<std::pair<std::size_t, std::string>, std::size_t>> covered(got.size());
   zero::run_ranks(c.world, [&](zero::InProcessCommunicator& in_process) {
@@ -613,7 +614,8 @@ std::string run(Case c, const std::vector<Opt>& groups) {
     for (const auto& [key, slot] : got[r].slots) {  // others' elements are zero bits here
       std::string& merged = whole.slots[key];
       merged.resize(slot.size());
-      for (std::size_t k = 0; k < slot.size(); ++k) merged[k] = static_cast<char>(merged[k] | slot[k]);
+      for (std::size_t k = 0; k < slot.size(); ++k)
+        merged[k] = static_cast<char>(merged[k] | slot[k]);
     }
   }
   for (const auto& [key, count] : total) {

@@ -84,11 +84,10 @@ Trained serial(const Model<>& shapes, const std::vector<Rule>& groups, int world
       if (!anywhere[i]) continue;
       for (float& x : sums[i]) x *= static_cast<float>(1.0 / world);
       const Rule& rule = groups[model[i].group()];
-      plain::Arrays<float, slot_count> arrays{
-          trained.values[i].data(), sums[i].data(), {}};
+      plain::Arrays<float, slot_count> arrays{trained.values[i].data(), sums[i].data(), {}};
       for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = state[i][s].data();
       plain::update(rule, rule.template scalars<float>(++trained.steps[i]), arrays,
-                                    trained.values[i].size());
+                    trained.values[i].size());
     }
   }
   for (std::size_t i = 0; i < count; ++i) {
