@@ -26,6 +26,18 @@ WIDE void roof(float* __restrict p, const float* __restrict g, float* __restrict
   }
 }
 
+WIDE void roof_16(std::uint16_t* __restrict p, const std::uint16_t* __restrict g,
+                  float* __restrict w, float* __restrict m, float* __restrict v, std::size_t n) {
+  constexpr float little = 1e-9F;
+  for (std::size_t i = 0; i < n; ++i) {
+    const float gradient = static_cast<float>(g[i]);
+    m[i] += little * gradient;
+    v[i] += little * gradient;
+    w[i] -= little * m[i];
+    p[i] = static_cast<std::uint16_t>(static_cast<int>(w[i]));
+  }
+}
+
 WIDE void adam(float* __restrict p, const float* __restrict g, float* __restrict m,
                float* __restrict v, std::size_t n, const AdamScalars& scalars) {
   const AdamScalars s = scalars;

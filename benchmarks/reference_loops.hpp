@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <zero/optim/adam.hpp>
 
 namespace bench {
@@ -13,6 +14,12 @@ using AdamScalars = zero::Adam::Scalars<float>;
 /// The roof of an Adam step: reads p, g, m and v, writes p, m and v, and computes next to nothing.
 void roof(float* p, const float* g, float* m, float* v, std::size_t n);
 inline constexpr double roof_bytes = 28;  ///< an element
+
+/// The same for bfloat16 parameters with masters: reads p, g (2 bytes each), w, m and v, writes p,
+/// w, m and v.
+void roof_16(std::uint16_t* p, const std::uint16_t* g, float* w, float* m, float* v,
+             std::size_t n);
+inline constexpr double roof_16_bytes = 28;  ///< an element; p is written unread
 
 /// Adam without weight decay.
 void adam(float* p, const float* g, float* m, float* v, std::size_t n, const AdamScalars& s);

@@ -45,7 +45,7 @@ class PartTimes {
 template <class Stage>
 using BertOptimizer = zero::ZeroSharded<zero::Adam, std::vector<zero::ParamRef<float>>&,
                                         zero::InProcessCommunicator, zero::ContiguousPartition,
-                                        zero::NoView, Stage, zero::NativePrecision, PartTimes>;
+                                        zero::NoView, Stage, zero::MixedPrecision, PartTimes>;
 
 zero::Settings settings_with(GivenMemory& memory) {
   zero::Settings settings;
@@ -86,13 +86,15 @@ class Ranks {
 template <class Stage>
 class Optimizers {
  public:
-  explicit Optimizers(Ranks& ranks) : ranks_(&ranks) {
+  explicit Optimizers(Ranks& ranks, std::optional<double> max_norm = std::nullopt)
+      : ranks_(&ranks) {
     for (int r = 0; r < world; ++r) {
       memory_[r].emplace(std::vector{&ranks[r].exp_avg, &ranks[r].exp_avg_sq, &ranks[r].sums});
     }
     ranks.team.run([&](int r) {
       optimizer_[r].emplace(zero::Adam{}, ranks[r].model->store(), world_.communicator(r),
                             zero::NoView{}, settings_with(*memory_[r]), PartTimes{});
+      optimizer_[r]->clip_grad_norm(max_norm);
     });
   }
 
@@ -259,6 +261,35 @@ const Row against_replicated("step/replicated", [](Sheet& sheet) {
                   milliseconds(pairs.reference));
   sheet.value("stage1", "ms", in_milliseconds(pairs.subject), {}, parts_of(sharded));
   sheet.value("replicated", "ms", in_milliseconds(pairs.reference), {}, parts_of(replicated));
+});
+
+const Row clipped_alone("step/clipped_1_rank", [](Sheet& sheet) {
+  ModelMemory model(bert_large_shapes());
+  zero::HostArray<float> m(bert_elements() + spare), v(bert_elements() + spare);
+  GivenMemory memory({&m, &v});
+  zero::InProcessWorld alone(1);
+  zero::ZeroSharded optimizer{zero::Adam{}, model.store(), alone.communicator(0),
+                              settings_with(memory)};
+  const auto step = [&](std::optional<double> max_norm) {
+    optimizer.clip_grad_norm(max_norm);
+    optimizer.step();
+  };
+  const Pairs pairs = run_pairs([&] { step(1.0); }, [&] { step(std::nullopt); }, 21);
+  sheet.ratio("", pairs, at_most(1.25),
+              "BERT-large, K=1: clipped " + milliseconds(pairs.subject) + ", unclipped " +
+                  milliseconds(pairs.reference));
+});
+
+const Row clipped("step/clipped", [](Sheet& sheet) {
+  Ranks ranks(bert_elements() / world + spare, bert_elements() / world + spare);
+  Optimizers<zero::Stage1> clips(ranks, 1.0);
+  Optimizers<zero::Stage1> plain(ranks);
+  const Pairs pairs = run_pairs([&] { clips.step(); }, [&] { plain.step(); }, 21);
+  sheet.ratio("", pairs, at_most(1.25),
+              "BERT-large, K=2: clipped " + milliseconds(pairs.subject) + ", unclipped " +
+                  milliseconds(pairs.reference));
+  sheet.value("clipped", "ms", in_milliseconds(pairs.subject), {}, parts_of(clips));
+  sheet.value("unclipped", "ms", in_milliseconds(pairs.reference), {}, parts_of(plain));
 });
 
 const Row against_bare("step/bare_loop", [](Sheet& sheet) {

@@ -339,6 +339,7 @@ struct BareWholeTensor : NotFromNothing {
 // ---- MatrixProduct
 
 // clang-format off
+//! [MatrixProduct]
 struct NaiveProduct {
   template <class T>
   void multiply(std::size_t m, std::size_t n, std::size_t k, const T* a, const T* b,
@@ -355,6 +356,7 @@ struct NaiveProduct {
     }
   }
 };
+//! [MatrixProduct]
 // clang-format on
 
 /// For floats alone, and made from something.

@@ -361,29 +361,8 @@ TEST_CASE("observer.md") {
 
 // ---- matrix_product.md
 
-namespace {
-
-//! [MatrixProduct]
-struct NaiveProduct {
-  template <class T>
-  void multiply(std::size_t m, std::size_t n, std::size_t k, const T* a, const T* b,
-                zero::Transpose transpose_b, T* c) const {
-    for (std::size_t i = 0; i < m; ++i) {
-      for (std::size_t j = 0; j < n; ++j) {
-        T sum = 0;
-        for (std::size_t p = 0; p < k; ++p) {
-          sum += a[i * k + p] * (transpose_b == zero::Transpose::yes ? b[j * k + p] : b[p * n + j]);
-        }
-        c[i * n + j] = sum;
-      }
-    }
-  }
-};
-//! [MatrixProduct]
 static_assert(zero::MatrixProduct<NaiveProduct, float> &&
               zero::MatrixProduct<NaiveProduct, double>);
-
-}  // namespace
 
 TEST_CASE("matrix_product.md") {
   const std::array<float, 6> a{1, 2, 3, 4, 5, 6};

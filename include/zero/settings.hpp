@@ -35,6 +35,11 @@ struct Settings {
   FiniteCheck finite_check = FiniteCheck::where_needed;
   /// What the caller multiplies the loss by; none: 1, and gradients are not checked for its sake.
   std::optional<LossScale> loss_scale = std::nullopt;
+  /// Whether updates count denormal numbers as 0. Moments that decay for long get there, and many
+  /// processors then compute several times slower, though not slower than memory is where a shard
+  /// is far larger than the caches (measured: see the row update/denormal). It changes bits, and is
+  /// refused where zero does not know how (not x86-64).
+  bool flush_denormals = false;
   /// Whether construction compares the parameters' values between ranks. Layouts always are.
   bool check_values = true;
   /// Fills padding with NaN, so that any use of it shows in the results. For tests.

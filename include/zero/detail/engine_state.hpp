@@ -25,6 +25,7 @@
 #include "zero/bucket_view.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
+#include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/hash.hpp"
 #include "zero/detail/inspect.hpp"
@@ -288,6 +289,7 @@ struct EngineState : EngineIdentity {
       step_fragment(lane, constants, f, begin, gradient(f, begin));
     };
     observe(Phase::update, lane.index, bucket, [&] {
+      const FlushDenormals flush(settings.flush_denormals);
       if constexpr (Stage::shards_state) {
         for (std::size_t k = lane.owned_begin[bucket]; k < lane.owned_begin[bucket + 1]; ++k) {
           update(lane.owned[k].fragment, lane.owned[k].shard_begin);
@@ -431,6 +433,11 @@ struct EngineState : EngineIdentity {
         throw UsageError("construction: Settings::gradient_scale is " + std::to_string(scale) +
                          "; it must be a finite number");
       }
+      if (settings.flush_denormals && !can_flush_denormals) {
+        throw UsageError(
+            "construction: Settings::flush_denormals is on, but zero does not know how to flush "
+            "them on this processor; leave it off");
+      }
       if (settings.loss_scale) {
         settings.loss_scale->validate();
         if (settings.loss_scale->is_dynamic() && settings.finite_check == FiniteCheck::never) {
@@ -573,6 +580,7 @@ struct EngineState : EngineIdentity {
     set.add(static_cast<std::uint64_t>(settings.gradients));
     set.add(static_cast<std::uint64_t>(settings.finite_check));
     set.add(std::uint64_t{settings.check_values});
+    set.add(std::uint64_t{settings.flush_denormals});
     set.add(group_count);
     set.add(slots_wanted);
     set.add(before);

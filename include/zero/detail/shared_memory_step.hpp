@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "zero/detail/agreement.hpp"
+#include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/streamed_copy.hpp"
@@ -209,6 +210,7 @@ class SharedMemoryStep {
         typename State::template Constants<typename Lane::arithmetic> constants(state_);
         for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
           state_.observe(Phase::update, lane.index, b, [&] {
+            const FlushDenormals flush(state_.settings.flush_denormals);
             for (const void* of : published) {
               const Lane& theirs = lane_of_peer<Lane>(of);
               for (std::size_t o = theirs.owned_begin[b]; o < theirs.owned_begin[b + 1]; ++o) {
