@@ -293,7 +293,7 @@ class ZeroSharded {
   Step step() {
     const bool applied = engine_->step();
     return engine_->locked([&](const auto& state) {
-      return Step(Outcome{applied, state.step_number, state.gradient_norm});
+      return Step(Outcome{applied, state.step_number, state.scaling.gradient_norm()});
     });
   }
 
@@ -307,7 +307,7 @@ class ZeroSharded {
 
   /// What the loss of the next backward is to be multiplied by; 1 without `Settings::loss_scale`.
   [[nodiscard]] double loss_scale() const {
-    return engine_->locked([](const auto& state) { return state.loss_scale; });
+    return engine_->locked([](const auto& state) { return state.scaling.loss_scale(); });
   }
 
   /// Collective: the store shows more parameters at its end than before; they form one more group

@@ -107,10 +107,10 @@ class BucketStep {
       for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
       throw;
     }
-    const bool looks = state_.looks_first();
+    const bool looks = state_.scaling.looks_first();
     if (looks) {
       look_at_all();
-      if (!state_.decide(exchange_findings())) {
+      if (!state_.scaling.decide(exchange_findings())) {
         for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
         return false;
       }
@@ -152,7 +152,7 @@ class BucketStep {
   /// Gives a fragment's gradient out of the summed bucket.
   template <class Lane, class Traffic>
   [[nodiscard]] auto sums_of(std::size_t bucket, Lane& lane, Traffic& traffic) {
-    const auto scale = static_cast<typename Lane::arithmetic>(state_.step_scale);
+    const auto scale = static_cast<typename Lane::arithmetic>(state_.scaling.of_step());
     const Interval whole = state_.layout->bucket(lane.index, bucket);
     const Interval mine = state_.layout->slice(lane.index, bucket, state_.rank());
     const std::size_t lane_begin = State::Stage::shards_state ? mine.begin : whole.begin;

@@ -139,7 +139,7 @@ class Engine {
       throw UsageError("clip_grad_norm: the norm is " + std::to_string(*max_norm) +
                        ", but it must be above 0 (infinity: only measure)");
     }
-    state_.clip(max_norm);
+    Builder<State>(state_).clip(max_norm);
   }
 
   void append(Opt options) {
@@ -150,7 +150,7 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
-    state_.append(std::move(options), std::move(refusal));
+    Builder<State>(state_).append(std::move(options), std::move(refusal));
     marks_.grow();
     try {
       way_.rebuild();
@@ -243,9 +243,9 @@ class Engine {
       const bool here = state_.present[i] != 0;
       return typename State::Presence{here, here};
     });
-    if (state_.looks_first()) {
+    if (state_.scaling.looks_first()) {
       state_.look_at_own_gradients();
-      if (!state_.decide(state_.findings)) return false;
+      if (!state_.scaling.decide(state_.findings)) return false;
     }
     state_.begin_update(updating);
     state_.update_from_own_gradients();
@@ -300,7 +300,7 @@ class Engine {
       for (const Opt& group : state_.groups) {
         options.add(fingerprint_(group, state_.step_number + 1));
       }
-      const double norm = state_.max_norm.value_or(0);
+      const double norm = state_.scaling.max_norm.value_or(0);
       options.add(&norm, sizeof norm);
       state_.options = options.value();
     } catch (const UsageError& error) {

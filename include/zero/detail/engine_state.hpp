@@ -25,6 +25,7 @@
 #include "zero/bucket_view.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
+#include "zero/detail/build.hpp"
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/hash.hpp"
@@ -32,6 +33,7 @@
 #include "zero/detail/lane.hpp"
 #include "zero/detail/policies.hpp"
 #include "zero/detail/rounding.hpp"
+#include "zero/detail/scaling.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
@@ -55,12 +57,14 @@ struct LanesOf<TypeList<T...>, Precision, slots> {
   using type = std::tuple<HostLane<Storage<T, Precision>, slots>...>;
 };
 
-template <class Opt, class Store, class Comm, class PartitionType, class View, class StageType,
+template <class Opt, class Store, class Comm, class PartitionType, class ViewType, class StageType,
           class Precision, class Observe>
 struct EngineState : EngineIdentity {
   using store_type = std::remove_reference_t<Store>;
   using communicator_type = std::remove_reference_t<Comm>;
+  using optimizer_type = Opt;
   using Partition = PartitionType;
+  using View = ViewType;
   using Stage = StageType;
   using elements = store_elements<store_type>;
   using Lanes = typename LanesOf<elements, Precision, slot_count<Opt>>::type;
@@ -71,8 +75,6 @@ struct EngineState : EngineIdentity {
   static constexpr bool flat = FlatParamStore<store_type> && View::values == Residency::caller &&
                                View::gradients == Residency::caller && CuttingPartition<Partition>;
   static constexpr bool steps_tensors = AnyWholeTensor<Opt, store_type>::value;
-  static constexpr bool moves =
-      View::values == Residency::arena || View::gradients == Residency::arena;
 
   /// Whether a gradient is there on some rank, and on all.
   struct Presence {
@@ -90,9 +92,9 @@ struct EngineState : EngineIdentity {
         view(a_view),
         precision(a_precision),
         observer(std::move(an_observer)),
-        settings(all_settings) {
-    if (settings.loss_scale) loss_scale = settings.loss_scale->scale;
-    or_abort("a construction", [&] { construct(partition); });
+        settings(all_settings),
+        scaling(settings, world()) {
+    Builder<EngineState>(*this).construct(partition);
   }
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
@@ -103,7 +105,7 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int rank() { return comm().rank(); }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
   /// Whether parameter i has a place of its own: not frozen, not tied to another.
-  [[nodiscard]] bool steps_alone(std::size_t i) const { return steps_alone(parameters, i); }
+  [[nodiscard]] bool steps_alone(std::size_t i) const { return stands_alone(parameters, i); }
   template <class F>
   void for_each_lane(F&& f) {
     std::apply([&](auto&... lane) { (f(lane), ...); }, lanes);
@@ -126,18 +128,7 @@ struct EngineState : EngineIdentity {
       stepping[i] = presence.somewhere ? 1 : 0;
     }
     findings = {};
-    gradient_norm.reset();
-    step_scale = unclipped_scale();
-  }
-
-  /// Whether all sums must have been looked at before the first may be used.
-  [[nodiscard]] bool looks_first() const { return max_norm.has_value() || checks(); }
-  /// Whether non-finite gradients skip the step.
-  [[nodiscard]] bool checks() const {
-    if (settings.finite_check != FiniteCheck::where_needed) {
-      return settings.finite_check == FiniteCheck::always;
-    }
-    return max_norm.has_value() || settings.loss_scale.has_value() || has_16_bits;
+    scaling.begin_step();
   }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for
@@ -146,7 +137,7 @@ struct EngineState : EngineIdentity {
   template <class Lane, class F>
   void look_at_bucket(Lane& lane, std::size_t bucket, bool keeps, const F& gradient) {
     using A = typename Lane::arithmetic;
-    const bool looks = looks_first();
+    const bool looks = scaling.looks_first();
     for (std::size_t k = lane.owned_begin[bucket]; k < lane.owned_begin[bucket + 1]; ++k) {
       const Fragment& f = lane.owned[k].fragment;
       if (stepping[f.parameter] == 0) continue;
@@ -166,27 +157,10 @@ struct EngineState : EngineIdentity {
         } else {
           summed = sum_chunk_to(lane, sum, at, count, keeps ? kept : chunk);
         }
-        if (looks) findings.look_at(std::span<const A>(summed, count), max_norm.has_value());
+        if (looks)
+          findings.look_at(std::span<const A>(summed, count), scaling.max_norm.has_value());
       }
     }
-  }
-
-  /// What all ranks found decides whether the step is applied, and what gradients are scaled by.
-  [[nodiscard]] bool decide(const Findings& all) {
-    if (max_norm) {
-      gradient_norm = std::sqrt(all.squares.value()) * std::abs(unclipped_scale());
-      // PyTorch's clip_grad_norm_, term by term.
-      const double clip = *max_norm / (*gradient_norm + 1e-6);
-      step_scale = unclipped_scale() * (clip < 1 ? clip : 1);
-      if (*gradient_norm != *gradient_norm) step_scale = *gradient_norm;
-    }
-    if (!checks() || all.all_finite()) return true;
-    if (settings.loss_scale) {
-      const LossScale& rule = *settings.loss_scale;
-      applied_in_a_row = 0;
-      if (rule.is_dynamic()) loss_scale = std::max(loss_scale * rule.backoff, rule.minimum);
-    }
-    return false;
   }
 
   /// Up to here a failure changes nothing; from here on it leaves the optimizer failed.
@@ -194,19 +168,8 @@ struct EngineState : EngineIdentity {
     if (std::exchange(updating, true)) return;
     ++step_number;
     for (std::size_t i = 0; i < parameters.size(); ++i) step_counts[i] += stepping[i];
-    if (settings.loss_scale && settings.loss_scale->is_dynamic() &&
-        ++applied_in_a_row == settings.loss_scale->interval) {
-      applied_in_a_row = 0;
-      loss_scale = std::min(loss_scale * settings.loss_scale->growth, settings.loss_scale->maximum);
-    }
+    scaling.applied();
   }
-
-  /// What the sum over ranks is multiplied by, loss scale and clipping aside.
-  [[nodiscard]] double gradient_scale() {
-    const bool sums = settings.gradients == Gradients::local;
-    return settings.gradient_scale.value_or(sums ? 1.0 / world() : 1.0);
-  }
-  [[nodiscard]] double unclipped_scale() { return gradient_scale() / loss_scale; }
 
   template <class F>
   void observe([[maybe_unused]] Phase phase, [[maybe_unused]] std::size_t lane,
@@ -305,8 +268,8 @@ struct EngineState : EngineIdentity {
 
   template <class Lane>
   [[nodiscard]] auto own_gradient(Lane& lane) {
-    return [&lane, scale = static_cast<typename Lane::arithmetic>(step_scale)](const Fragment& f,
-                                                                               std::size_t) {
+    return [&lane, scale = static_cast<typename Lane::arithmetic>(scaling.of_step())](
+               const Fragment& f, std::size_t) {
       lane.sources[0] = lane.gradient_at(f);
       return GradientSum<typename Lane::element>{
           std::span<const typename Lane::element* const>(lane.sources.data(), 1), scale};
@@ -329,41 +292,6 @@ struct EngineState : EngineIdentity {
     });
   }
 
-  /// From now on sums are looked at before they are used, or not; they need room.
-  void clip(std::optional<double> norm) {
-    const bool looks = norm.has_value() || looks_first();
-    for_each_lane([&](auto& lane) {
-      const std::size_t room = room_for_sums(lane, *layout, looks);
-      using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
-      if (room > lane.reduced.size()) lane.reduced = Sums(room, settings.memory);
-    });
-    max_norm = norm;
-  }
-
-  /// Collective: the store shows more parameters at its end, which form the group of `added`.
-  /// @param refusal why this rank can't, or empty
-  void append(Opt added, std::string refusal) {
-    or_abort("an add_param_group", [&] {
-      Inspection seen;
-      std::optional<Layout<Partition>> grown;
-      std::vector<Opt> more = groups;
-      more.push_back(std::move(added));
-      const std::size_t before = parameters.size();
-      try {
-        if (!refusal.empty()) throw UsageError(refusal);
-        zero::validate(more.back());
-        inspect("add_param_group", more, before, seen);
-        require_appended(seen);
-        grown.emplace(layout->appended(std::span(seen.places).subspan(before)));
-        require_flat(seen);
-      } catch (const UsageError& error) {
-        if (world() == 1) throw;
-        refusal = text_of(error);
-      }
-      build(more, seen, std::move(grown), refusal, before);
-    });
-  }
-
   Held<Store> store_held;
   Held<Comm> comm_held;
   std::vector<Opt> groups;
@@ -371,43 +299,21 @@ struct EngineState : EngineIdentity {
   [[no_unique_address]] Precision precision;
   [[no_unique_address]] Observe observer;
   Settings settings;
-  std::optional<double> max_norm{};
-  double loss_scale = 1;
-  int applied_in_a_row = 0;
+  Scaling scaling;
 
   std::optional<Layout<Partition>> layout{};
   std::vector<ParameterInfo> parameters{};
   std::size_t slots_allocated = 0;
-  bool has_16_bits = false;  ///< some parameter
   std::int64_t step_number = 0;
   std::vector<std::int64_t> step_counts{};  ///< by leader: how often it was stepped
   std::vector<std::uint8_t> present{};      ///< by leader: whether this rank has its gradient
   std::vector<std::uint8_t> stepping{};     ///< by leader: whether this step updates it
   Findings findings{};                      ///< of this rank in this step; peers read it
-  double step_scale = 1;                    ///< what this step's sums are multiplied by
-  std::optional<double> gradient_norm{};    ///< of this step, where it was measured
   std::string step_refusal{};               ///< why this rank can't step; peers read it
   std::uint64_t options = 0;                ///< fingerprint of the groups' options; peers read it
   Lanes lanes{};
 
  private:
-  static bool steps_alone(const std::vector<ParameterInfo>& of, std::size_t i) {
-    return !of[i].frozen && of[i].leader == i;
-  }
-
-  /// `body` refuses on all ranks or on none; whatever else it throws the peers must learn of.
-  template <class F>
-  void or_abort(const char* what, F&& body) {
-    try {
-      body();
-    } catch (const UsageError&) {  // the same on all ranks
-      throw;
-    } catch (const std::exception& error) {
-      if (world() > 1) comm().abort(std::string(what) + " failed: " + error.what());
-      throw;
-    }
-  }
-
   /// The sum of all sources' elements [at, at + count), at `out`.
   template <class Lane, class G>
   static const typename Lane::arithmetic* sum_chunk_to(Lane& lane, const GradientSum<G>& sum,
@@ -419,353 +325,6 @@ struct EngineState : EngineIdentity {
       std::copy_n(sum.sources[0] + at, count, out);
     }
     return out;
-  }
-
-  void construct(const Partition& partition) {
-    std::string refusal;
-    Inspection seen;
-    std::optional<Layout<Partition>> made;
-    try {
-      if (groups.empty()) throw UsageError("construction: zero::Groups is empty");
-      for (const Opt& group : groups) zero::validate(group);
-      const double scale = gradient_scale();
-      if (!(scale - scale == 0)) {
-        throw UsageError("construction: Settings::gradient_scale is " + std::to_string(scale) +
-                         "; it must be a finite number");
-      }
-      if (settings.flush_denormals && !can_flush_denormals) {
-        throw UsageError(
-            "construction: Settings::flush_denormals is on, but zero does not know how to flush "
-            "them on this processor; leave it off");
-      }
-      if (settings.loss_scale) {
-        settings.loss_scale->validate();
-        if (settings.loss_scale->is_dynamic() && settings.finite_check == FiniteCheck::never) {
-          throw UsageError(
-              "construction: a dynamic loss scale learns from skipped steps, but "
-              "FiniteCheck::never skips none; use where_needed, or LossScale::fixed");
-        }
-      }
-      inspect("construction", groups, 0, seen);
-      std::vector<LayoutLane> of_lanes;
-      for_each_lane([&](auto& lane) {
-        using T = typename std::remove_cvref_t<decltype(lane)>::element;
-        lane.index = of_lanes.size();
-        of_lanes.push_back({sizeof(T), view.bucket_bytes, flat});
-      });
-      made.emplace(seen.places, of_lanes, world(), partition);
-      require_flat(seen);
-    } catch (const UsageError& error) {
-      if (world() == 1) throw;
-      refusal = text_of(error);
-    }
-    build(groups, seen, std::move(made), refusal, 0);
-  }
-
-  /// @param first what comes before it is known already
-  void inspect(const char* verb, const std::vector<Opt>& all_groups, std::size_t first,
-               Inspection& seen) {
-    seen.verb = verb;
-    detail::inspect(store(), all_groups.size(), settings.check_values, first, seen);
-    if constexpr (steps_tensors) {
-      for (std::size_t i = first; i < seen.parameters.size(); ++i) {
-        const ParameterInfo& info = seen.parameters[i];
-        if (!steps_alone(seen.parameters, i)) continue;
-        try {
-          zero::validate(all_groups[info.group], std::span<const std::size_t>(info.shape));
-        } catch (const UsageError& error) {
-          refuse_parameter(seen, i, std::string("can't be stepped: ") + error.what());
-        }
-      }
-    }
-    if (View::values == Residency::caller) refuse_separate_ties(store(), seen);
-  }
-
-  /// The store's first parameters are those of before, and what is new forms a group of its own.
-  void require_appended(const Inspection& seen) const {
-    const std::size_t before = parameters.size();
-    if (seen.parameters.size() <= before) {
-      throw UsageError("add_param_group: the store shows " +
-                       std::to_string(seen.parameters.size()) + " parameters, as many as before (" +
-                       std::to_string(before) + ") or fewer; append the group's to it first");
-    }
-    for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
-      const ParameterInfo& now = seen.parameters[i];
-      if (i >= before) {
-        if (now.group == groups.size()) continue;
-        throw UsageError("add_param_group: " + quoted(i, now.name) + " is in group " +
-                         std::to_string(now.group) + ", but what is added forms group " +
-                         std::to_string(groups.size()));
-      }
-      const ParameterInfo& then = parameters[i];
-      if (now.name != then.name || now.elements != then.elements || now.lane != then.lane ||
-          now.group != then.group || now.frozen != then.frozen || now.leader != then.leader) {
-        throw UsageError("add_param_group: " + quoted(i, now.name) +
-                         " is not what the store showed there before, " + quoted(i, then.name) +
-                         "; append new parameters at its end and leave the others as they were");
-      }
-    }
-  }
-
-  void require_flat([[maybe_unused]] const Inspection& seen) {
-    if constexpr (flat) {
-      const auto buffer = store().flat_values();
-      std::size_t offset = 0;
-      for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
-        if (seen.parameters[i].leader != i) continue;  // a tied one takes no room
-        detail::visit_span(detail::parameter_at(store(), i).values(), [&](auto values) {
-          if (!values.empty() && values.data() != buffer.data() + offset) {
-            refuse_parameter(seen, i,
-                             "does not lie in the flat buffer where the parameters before it end");
-          }
-          offset += values.size();
-        });
-      }
-    }
-  }
-
-  /// Agrees with the peers, makes all that is new aside, and only then replaces what was there.
-  /// @param before how many parameters there were
-  void build(const std::vector<Opt>& all_groups, Inspection& seen,
-             std::optional<Layout<Partition>> made, const std::string& refusal,
-             std::size_t before) {
-    std::size_t slots_wanted = slots_allocated;
-    for (const Opt& group : all_groups) {
-      slots_wanted = std::max(slots_wanted, zero::used_slots(group));
-    }
-    if (world() > 1) agree(seen, all_groups.size(), slots_wanted, refusal, before);
-    const std::size_t count = seen.parameters.size();
-    std::vector<std::int64_t> counts = step_counts;
-    counts.resize(count, 0);
-    std::vector<std::uint8_t> none(count, 0), nobody(count, 0);
-    bool some_16_bits = false;
-    for (const ParameterInfo& info : seen.parameters) {
-      some_16_bits = some_16_bits || (info.element_bytes == 2 && !info.frozen);
-    }
-    const bool looks =
-        looks_first() || (some_16_bits && settings.finite_check == FiniteCheck::where_needed);
-    Lanes next;
-    for_each_pair(next, [&](auto& lane, auto& old) {
-      lane.index = old.index;
-      place(lane, *made, seen.parameters);
-      allocate(lane, old, *made, slots_wanted, looks, before);
-      if constexpr (steps_tensors) allocate_workspace(lane, *made, seen.parameters, all_groups);
-      if constexpr (moves) fill_arenas(lane, *made, seen.parameters);
-    });
-    std::vector<Opt> groups_to_be = all_groups;
-    // Nothing of the above has changed anything; nothing of what follows fails, but for a
-    // parameter's own rebind.
-    std::swap(lanes, next);
-    layout.reset();
-    layout.emplace(std::move(*made));
-    parameters = std::move(seen.parameters);
-    groups = std::move(groups_to_be);
-    step_counts = std::move(counts);
-    present = std::move(none);
-    stepping = std::move(nobody);
-    slots_allocated = slots_wanted;
-    has_16_bits = some_16_bits;
-    if constexpr (moves) rebind_parameters();
-  }
-
-  void agree(const Inspection& seen, std::size_t group_count, std::size_t slots_wanted,
-             const std::string& refusal, std::size_t before) {
-    Digest mine;
-    Hash program;
-    const std::string type = typeid(EngineState).name();
-    program.add(type.data(), type.size());
-    mine.program = program.value();
-    Hash set;
-    set.add(view.bucket_bytes);
-    set.add(static_cast<std::uint64_t>(settings.gradients));
-    set.add(static_cast<std::uint64_t>(settings.finite_check));
-    set.add(std::uint64_t{settings.check_values});
-    set.add(std::uint64_t{settings.flush_denormals});
-    set.add(group_count);
-    set.add(slots_wanted);
-    set.add(before);
-    if constexpr (requires { precision.seed; }) {
-      set.add(static_cast<std::uint64_t>(precision.seed));
-    }
-    const LossScale scaling = settings.loss_scale.value_or(LossScale{.scale = 0});
-    for (const double number :
-         {gradient_scale(), scaling.scale, scaling.growth, scaling.backoff, scaling.minimum,
-          scaling.maximum, static_cast<double>(scaling.interval)}) {
-      set.add(&number, sizeof number);
-    }
-    mine.settings = set.value();
-    const auto added = std::span(seen.digests).subspan(std::min(before, seen.digests.size()));
-    Hash all;
-    if (!added.empty()) all.add(added.data(), added.size_bytes());
-    mine.parameters = all.value();
-    mine.count = added.size();
-    mine.address = reinterpret_cast<std::uintptr_t>(this);
-    mine.refusal = to_text(refusal);
-    identity = require_agreement(comm(), seen.verb, mine, added, [&](std::size_t i) {
-      return quoted(before + i, seen.parameters[before + i].name);
-    });
-  }
-
-  template <class F>
-  void for_each_pair(Lanes& next, F&& f) {
-    [&]<std::size_t... I>(std::index_sequence<I...>) {
-      (f(std::get<I>(next), std::get<I>(lanes)), ...);
-    }(std::make_index_sequence<lane_count>{});
-  }
-
-  /// Where everything lies, and what of it this rank owns.
-  template <class Lane>
-  void place(Lane& lane, const Layout<Partition>& map, const std::vector<ParameterInfo>& infos) {
-    using T = typename Lane::element;
-    lane.values.assign(infos.size(), nullptr);
-    lane.gradients.assign(infos.size(), nullptr);
-    lane.sources.assign(static_cast<std::size_t>(world()), nullptr);
-    lane.scratch.reserve(static_cast<std::size_t>(world()));
-    for (std::size_t i = 0; i < infos.size(); ++i) {
-      if (infos[i].lane != lane.index || !steps_alone(infos, i)) continue;
-      detail::visit_span(detail::parameter_at(store(), i).values(), [&](auto values) {
-        if constexpr (std::is_same_v<typename decltype(values)::value_type, T>) {
-          lane.values[i] = values.data();
-        }
-      });
-    }
-    map.for_each_owned(lane.index, rank(),
-                       [&](const Fragment& fragment, std::size_t bucket, std::size_t begin) {
-                         lane.owned.push_back({fragment, bucket, begin});
-                       });
-    lane.owned_begin.assign(map.buckets(lane.index) + 1, 0);
-    for (const OwnedFragment& owned : lane.owned) ++lane.owned_begin[owned.bucket + 1];
-    std::partial_sum(lane.owned_begin.begin(), lane.owned_begin.end(), lane.owned_begin.begin());
-    if constexpr (flat) lane.base = store().flat_values().data();
-  }
-
-  /// Elements of sums that have to be stored.
-  template <class Lane>
-  [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,
-                                          bool looks) {
-    if (world() == 1 || settings.gradients == Gradients::reduced) return 0;
-    const std::size_t shard = map.shard_elements(lane.index, rank());
-    // Ranks that share memory sum while they update, unless they have to look first; without
-    // sharding, where everyone needs all sums, each keeps those of its slices for the others.
-    if constexpr (shares_memory) return Stage::shards_state && !looks ? 0 : shard;
-    return Stage::shards_state ? shard : map.extent(lane.index);
-  }
-
-  /// Makes the lane's arrays, which begin with what `old` holds already.
-  template <class Lane>
-  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map, std::size_t slots_wanted,
-                bool looks, std::size_t before) {
-    const std::size_t kept =
-        Stage::shards_state ? map.shard_elements(lane.index, rank()) : map.extent(lane.index);
-    const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
-      array = HostArray<U>(kept, settings.memory);
-      if (from.size() != 0) std::memcpy(array.data(), from.data(), from.bytes());
-      if (!settings.poison_padding) return;
-      poison(array.span().subspan(from.size()));
-      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
-        if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, U{});
-      });
-    };
-    for (std::size_t s = 0; s < slots_wanted; ++s) grow(lane.state[s], old.state[s]);
-    if constexpr (Lane::storage::has_master) {
-      grow(lane.master, old.master);
-      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
-        if (f.parameter < before) return;
-        widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
-      });
-    }
-    lane.reduced =
-        HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks), settings.memory);
-  }
-
-  template <class Lane>
-  void allocate_workspace(Lane& lane, const Layout<Partition>& map,
-                          const std::vector<ParameterInfo>& infos,
-                          const std::vector<Opt>& all_groups) {
-    std::size_t most = 0;
-    for_each_kept(lane, map, [&](const Fragment& f, std::size_t) {
-      const ParameterInfo& info = infos[f.parameter];
-      most = std::max(most, tensor_workspace<typename Lane::storage>(
-                                all_groups[info.group], slots,
-                                std::span<const std::size_t>(info.shape), f.elements));
-    });
-    lane.workspace = HostArray<typename Lane::arithmetic>(most, settings.memory);
-  }
-
-  /// `f(fragment, begin)` for all that slots are kept for.
-  template <class Lane, class F>
-  void for_each_kept(const Lane& lane, const Layout<Partition>& map, F&& f) {
-    if constexpr (Stage::shards_state) {
-      for (const OwnedFragment& owned : lane.owned) f(owned.fragment, owned.shard_begin);
-    } else {
-      for (const Fragment& fragment : map.fragments(lane.index, {0, map.extent(lane.index)})) {
-        f(fragment, fragment.lane_begin);
-      }
-    }
-  }
-
-  template <class U>
-  static void poison(std::span<U> array) {
-    std::fill(array.begin(), array.end(),
-              element_traits<U>::store(std::numeric_limits<arithmetic_t<U>>::quiet_NaN()));
-  }
-
-  /// Copies what is there into arenas; the parameters are handed over later, so that an allocation
-  /// that fails leaves them where they are.
-  template <class Lane>
-  void fill_arenas(Lane& lane, const Layout<Partition>& map,
-                   const std::vector<ParameterInfo>& infos) {
-    using T = typename Lane::element;
-    const Interval all{0, map.extent(lane.index)};
-    const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
-      arena = std::make_shared<HostArray<T>>(all.size(), settings.memory);
-      if (!settings.poison_padding) return;
-      poison(arena->span());
-      for (const Fragment& f : map.fragments(lane.index, all)) {
-        std::fill_n(arena->data() + f.lane_begin, f.elements, T{});
-      }
-    };
-    if constexpr (View::values == Residency::arena) {
-      make(lane.arena);
-      for (const Fragment& f : map.fragments(lane.index, all)) {
-        std::memcpy(lane.arena->data() + f.lane_begin, lane.values_at(f), f.elements * sizeof(T));
-      }
-    }
-    if constexpr (View::gradients == Residency::arena) {
-      make(lane.gradient_arena);
-      for (std::size_t i = 0; i < infos.size(); ++i) {
-        if (infos[i].lane != lane.index || !steps_alone(infos, i)) continue;
-        detail::visit_span(detail::parameter_at(store(), i).gradient(), [&](auto gradient) {
-          if constexpr (std::is_same_v<typename decltype(gradient)::value_type, T>) {
-            if (gradient.size() != infos[i].elements || gradient.empty()) return;
-            std::memcpy(lane.gradient_arena->data() + map.place(i).offset, gradient.data(),
-                        gradient.size_bytes());
-          }
-        });
-      }
-    }
-  }
-
-  void rebind_parameters() {
-    for_each_lane([&](auto& lane) {
-      using T = typename std::remove_cvref_t<decltype(lane)>::element;
-      if constexpr (View::values == Residency::arena) lane.base = lane.arena->data();
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        if (parameters[i].frozen || parameters[i].lane != lane.index) continue;
-        auto&& parameter = detail::parameter_at(store(), i);
-        const auto place_in = [&](HostArray<T>& arena) {
-          return std::span<T>(arena.data() + layout->place(i).offset, parameters[i].elements);
-        };
-        using Span = values_t<parameter_t<store_type>>;
-        if constexpr (View::values == Residency::arena) {
-          if (steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
-          parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
-        }
-        if constexpr (View::gradients == Residency::arena) {
-          parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
-        }
-      }
-    });
   }
 };
 

@@ -36,6 +36,12 @@ struct ParameterInfo {
   std::size_t ties = 1;    ///< of a leader: how many parameters share its place, itself included
 };
 
+/// Whether parameter i has a place of its own: not frozen, not tied to another.
+[[nodiscard]] inline bool stands_alone(const std::vector<ParameterInfo>& parameters,
+                                       std::size_t i) {
+  return !parameters[i].frozen && parameters[i].leader == i;
+}
+
 struct Inspection {
   const char* verb = "construction";  ///< on whose behalf
   std::vector<ParameterInfo> parameters;

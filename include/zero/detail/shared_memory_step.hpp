@@ -50,7 +50,7 @@ class SharedMemoryStep {
       throw;
     }
     const bool local = state_.settings.gradients == Gradients::local;
-    const bool looks = state_.looks_first();
+    const bool looks = state_.scaling.looks_first();
     const bool sums_first = local && (looks || !State::Stage::shards_state);
     if (sums_first) {
       sum_own_slices(published);
@@ -128,10 +128,10 @@ class SharedMemoryStep {
   }
 
   bool decide(std::span<const void* const> published) {
-    if (!state_.looks_first()) return true;
+    if (!state_.scaling.looks_first()) return true;
     Findings all;
     for (const void* of : published) all.add(state_of(of).findings);
-    return state_.decide(all);
+    return state_.scaling.decide(all);
   }
 
   template <class Lane>
@@ -142,7 +142,7 @@ class SharedMemoryStep {
   template <class Lane>
   [[nodiscard]] auto peers_gradients(Lane& lane, std::span<const void* const> published) {
     using T = typename Lane::element;
-    return [&lane, published, scale = static_cast<arithmetic_t<T>>(state_.step_scale)](
+    return [&lane, published, scale = static_cast<arithmetic_t<T>>(state_.scaling.of_step())](
                const Fragment& f, std::size_t) {
       for (std::size_t r = 0; r < published.size(); ++r) {
         lane.sources[r] = lane_of_peer<Lane>(published[r]).gradient_at(f);
@@ -198,7 +198,7 @@ class SharedMemoryStep {
 
   void update_from_sums(std::span<const void* const> published) {
     state_.for_each_lane([&]<class Lane>(Lane& lane) {
-      const auto scale = static_cast<typename Lane::arithmetic>(state_.step_scale);
+      const auto scale = static_cast<typename Lane::arithmetic>(state_.scaling.of_step());
       if constexpr (State::Stage::shards_state) {
         const auto gradient = [&](const Fragment&, std::size_t begin) {
           return lane.summed(lane.reduced.data() + begin, scale);

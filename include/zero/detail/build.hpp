@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// How an engine's state comes to be, and how it grows: reads the store, lays it out, agrees with
+/// the peers, and only then allocates and moves anything.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "zero/bucket_view.hpp"
+#include "zero/detail/agreement.hpp"
+#include "zero/detail/denormals.hpp"
+#include "zero/detail/hash.hpp"
+#include "zero/detail/inspect.hpp"
+#include "zero/detail/lane.hpp"
+#include "zero/detail/store.hpp"
+#include "zero/detail/tensor_step.hpp"
+#include "zero/element.hpp"
+#include "zero/error.hpp"
+#include "zero/layout.hpp"
+#include "zero/loss_scale.hpp"
+#include "zero/memory.hpp"
+#include "zero/optimizer.hpp"
+#include "zero/parameter.hpp"
+#include "zero/settings.hpp"
+
+namespace zero::detail {
+
+/// @tparam State an `EngineState`
+template <class State>
+class Builder {
+  using Opt = typename State::optimizer_type;
+  using Partition = typename State::Partition;
+  using View = typename State::View;
+  using Stage = typename State::Stage;
+  using Lanes = typename State::Lanes;
+  using store_type = typename State::store_type;
+  static constexpr std::size_t slots = State::slots;
+  static constexpr bool flat = State::flat;
+  static constexpr bool moves =
+      View::values == Residency::arena || View::gradients == Residency::arena;
+
+ public:
+  explicit Builder(State& state) : state_(state) {}
+
+  /// Collective. Throws `UsageError` on all ranks where one refuses or where they differ; then
+  /// nothing of the caller's has changed.
+  void construct(const Partition& partition) {
+    or_abort("a construction", [&] {
+      std::string refusal;
+      Inspection seen;
+      std::optional<Layout<Partition>> made;
+      try {
+        if (state_.groups.empty()) throw UsageError("construction: zero::Groups is empty");
+        for (const Opt& group : state_.groups) zero::validate(group);
+        const double scale = state_.scaling.of_sums();
+        if (!(scale - scale == 0)) {
+          throw UsageError("construction: Settings::gradient_scale is " + std::to_string(scale) +
+                           "; it must be a finite number");
+        }
+        if (state_.settings.flush_denormals && !can_flush_denormals) {
+          throw UsageError(
+              "construction: Settings::flush_denormals is on, but zero does not know how to flush "
+              "them on this processor; leave it off");
+        }
+        if (state_.settings.loss_scale) {
+          state_.settings.loss_scale->validate();
+          if (state_.settings.loss_scale->is_dynamic() &&
+              state_.settings.finite_check == FiniteCheck::never) {
+            throw UsageError(
+                "construction: a dynamic loss scale learns from skipped steps, but "
+                "FiniteCheck::never skips none; use where_needed, or LossScale::fixed");
+          }
+        }
+        inspect("construction", state_.groups, 0, seen);
+        std::vector<LayoutLane> of_lanes;
+        state_.for_each_lane([&](auto& lane) {
+          using T = typename std::remove_cvref_t<decltype(lane)>::element;
+          lane.index = of_lanes.size();
+          of_lanes.push_back({sizeof(T), state_.view.bucket_bytes, flat});
+        });
+        made.emplace(seen.places, of_lanes, state_.world(), partition);
+        require_flat(seen);
+      } catch (const UsageError& error) {
+        if (state_.world() == 1) throw;
+        refusal = text_of(error);
+      }
+      build(state_.groups, seen, std::move(made), refusal, 0);
+    });
+  }
+
+  /// Collective: the store shows more parameters at its end, which form the group of `added`.
+  /// @param refusal why this rank can't, or empty
+  void append(Opt added, std::string refusal) {
+    or_abort("an add_param_group", [&] {
+      Inspection seen;
+      std::optional<Layout<Partition>> grown;
+      std::vector<Opt> more = state_.groups;
+      more.push_back(std::move(added));
+      const std::size_t before = state_.parameters.size();
+      try {
+        if (!refusal.empty()) throw UsageError(refusal);
+        zero::validate(more.back());
+        inspect("add_param_group", more, before, seen);
+        require_appended(seen);
+        grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
+        require_flat(seen);
+      } catch (const UsageError& error) {
+        if (state_.world() == 1) throw;
+        refusal = text_of(error);
+      }
+      build(more, seen, std::move(grown), refusal, before);
+    });
+  }
+
+  /// From now on sums are looked at before they are used, or not; they need room.
+  void clip(std::optional<double> norm) {
+    const bool looks = norm.has_value() || state_.scaling.looks_first();
+    state_.for_each_lane([&](auto& lane) {
+      const std::size_t room = room_for_sums(lane, *state_.layout, looks);
+      using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
+      if (room > lane.reduced.size()) lane.reduced = Sums(room, state_.settings.memory);
+    });
+    state_.scaling.max_norm = norm;
+  }
+
+ private:
+  /// `body` refuses on all ranks or on none; whatever else it throws the peers must learn of.
+  template <class F>
+  void or_abort(const char* what, F&& body) {
+    try {
+      body();
+    } catch (const UsageError&) {  // the same on all ranks
+      throw;
+    } catch (const std::exception& error) {
+      if (state_.world() > 1) state_.comm().abort(std::string(what) + " failed: " + error.what());
+      throw;
+    }
+  }
+
+  /// @param first what comes before it is known already
+  void inspect(const char* verb, const std::vector<Opt>& all_groups, std::size_t first,
+               Inspection& seen) {
+    seen.verb = verb;
+    detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
+    if constexpr (State::steps_tensors) {
+      for (std::size_t i = first; i < seen.parameters.size(); ++i) {
+        const ParameterInfo& info = seen.parameters[i];
+        if (!stands_alone(seen.parameters, i)) continue;
+        try {
+          zero::validate(all_groups[info.group], std::span<const std::size_t>(info.shape));
+        } catch (const UsageError& error) {
+          refuse_parameter(seen, i, std::string("can't be stepped: ") + error.what());
+        }
+      }
+    }
+    if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
+  }
+
+  /// The store's first parameters are those of before, and what is new forms a group of its own.
+  void require_appended(const Inspection& seen) const {
+    const std::size_t before = state_.parameters.size();
+    if (seen.parameters.size() <= before) {
+      throw UsageError("add_param_group: the store shows " +
+                       std::to_string(seen.parameters.size()) + " parameters, as many as before (" +
+                       std::to_string(before) + ") or fewer; append the group's to it first");
+    }
+    for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+      const ParameterInfo& now = seen.parameters[i];
+      if (i >= before) {
+        if (now.group == state_.groups.size()) continue;
+        throw UsageError("add_param_group: " + quoted(i, now.name) + " is in group " +
+                         std::to_string(now.group) + ", but what is added forms group " +
+                         std::to_string(state_.groups.size()));
+      }
+      const ParameterInfo& then = state_.parameters[i];
+      if (now.name != then.name || now.elements != then.elements || now.lane != then.lane ||
+          now.group != then.group || now.frozen != then.frozen || now.leader != then.leader) {
+        throw UsageError("add_param_group: " + quoted(i, now.name) +
+                         " is not what the store showed there before, " + quoted(i, then.name) +
+                         "; append new parameters at its end and leave the others as they were");
+      }
+    }
+  }
+
+  void require_flat([[maybe_unused]] const Inspection& seen) {
+    if constexpr (flat) {
+      const auto buffer = state_.store().flat_values();
+      std::size_t offset = 0;
+      for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+        if (seen.parameters[i].leader != i) continue;  // a tied one takes no room
+        detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&](auto values) {
+          if (!values.empty() && values.data() != buffer.data() + offset) {
+            refuse_parameter(seen, i,
+                             "does not lie in the flat buffer where the parameters before it end");
+          }
+          offset += values.size();
+        });
+      }
+    }
+  }
+
+  /// Agrees with the peers, makes all that is new aside, and only then replaces what was there.
+  /// @param before how many parameters there were
+  void build(const std::vector<Opt>& all_groups, Inspection& seen,
+             std::optional<Layout<Partition>> made, const std::string& refusal,
+             std::size_t before) {
+    std::size_t slots_wanted = state_.slots_allocated;
+    for (const Opt& group : all_groups) {
+      slots_wanted = std::max(slots_wanted, zero::used_slots(group));
+    }
+    if (state_.world() > 1) agree(seen, all_groups.size(), slots_wanted, refusal, before);
+    const std::size_t count = seen.parameters.size();
+    std::vector<std::int64_t> counts = state_.step_counts;
+    counts.resize(count, 0);
+    std::vector<std::uint8_t> none(count, 0), nobody(count, 0);
+    bool some_16_bits = false;
+    for (const ParameterInfo& info : seen.parameters) {
+      some_16_bits = some_16_bits || (info.element_bytes == 2 && !info.frozen);
+    }
+    const bool looks = state_.scaling.looks_first(some_16_bits);
+    Lanes next;
+    for_each_pair(next, [&](auto& lane, auto& old) {
+      lane.index = old.index;
+      place(lane, *made, seen.parameters);
+      allocate(lane, old, *made, slots_wanted, looks, before);
+      if constexpr (State::steps_tensors)
+        allocate_workspace(lane, *made, seen.parameters, all_groups);
+      if constexpr (moves) fill_arenas(lane, *made, seen.parameters);
+    });
+    std::vector<Opt> groups_to_be = all_groups;
+    // Nothing of the above has changed anything; nothing of what follows fails, but for a
+    // parameter's own rebind.
+    std::swap(state_.lanes, next);
+    state_.layout.reset();
+    state_.layout.emplace(std::move(*made));
+    state_.parameters = std::move(seen.parameters);
+    state_.groups = std::move(groups_to_be);
+    state_.step_counts = std::move(counts);
+    state_.present = std::move(none);
+    state_.stepping = std::move(nobody);
+    state_.slots_allocated = slots_wanted;
+    state_.scaling.has_16_bits = some_16_bits;
+    if constexpr (moves) rebind_parameters();
+  }
+
+  void agree(const Inspection& seen, std::size_t group_count, std::size_t slots_wanted,
+             const std::string& refusal, std::size_t before) {
+    Digest mine;
+    Hash program;
+    const std::string type = typeid(State).name();
+    program.add(type.data(), type.size());
+    mine.program = program.value();
+    Hash set;
+    set.add(state_.view.bucket_bytes);
+    set.add(static_cast<std::uint64_t>(state_.settings.gradients));
+    set.add(static_cast<std::uint64_t>(state_.settings.finite_check));
+    set.add(std::uint64_t{state_.settings.check_values});
+    set.add(std::uint64_t{state_.settings.flush_denormals});
+    set.add(group_count);
+    set.add(slots_wanted);
+    set.add(before);
+    if constexpr (requires { state_.precision.seed; }) {
+      set.add(static_cast<std::uint64_t>(state_.precision.seed));
+    }
+    const LossScale losses = state_.settings.loss_scale.value_or(LossScale{.scale = 0});
+    for (const double number :
+         {state_.scaling.of_sums(), losses.scale, losses.growth, losses.backoff, losses.minimum,
+          losses.maximum, static_cast<double>(losses.interval)}) {
+      set.add(&number, sizeof number);
+    }
+    mine.settings = set.value();
+    const auto added = std::span(seen.digests).subspan(std::min(before, seen.digests.size()));
+    Hash all;
+    if (!added.empty()) all.add(added.data(), added.size_bytes());
+    mine.parameters = all.value();
+    mine.count = added.size();
+    mine.address = reinterpret_cast<std::uintptr_t>(&state_);
+    mine.refusal = to_text(refusal);
+    state_.identity = require_agreement(state_.comm(), seen.verb, mine, added, [&](std::size_t i) {
+      return quoted(before + i, seen.parameters[before + i].name);
+    });
+  }
+
+  template <class F>
+  void for_each_pair(Lanes& next, F&& f) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      (f(std::get<I>(next), std::get<I>(state_.lanes)), ...);
+    }(std::make_index_sequence<State::lane_count>{});
+  }
+
+  /// Where everything lies, and what of it this rank owns.
+  template <class Lane>
+  void place(Lane& lane, const Layout<Partition>& map, const std::vector<ParameterInfo>& infos) {
+    using T = typename Lane::element;
+    lane.values.assign(infos.size(), nullptr);
+    lane.gradients.assign(infos.size(), nullptr);
+    lane.sources.assign(static_cast<std::size_t>(state_.world()), nullptr);
+    lane.scratch.reserve(static_cast<std::size_t>(state_.world()));
+    for (std::size_t i = 0; i < infos.size(); ++i) {
+      if (infos[i].lane != lane.index || !stands_alone(infos, i)) continue;
+      detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&](auto values) {
+        if constexpr (std::is_same_v<typename decltype(values)::value_type, T>) {
+          lane.values[i] = values.data();
+        }
+      });
+    }
+    map.for_each_owned(lane.index, state_.rank(),
+                       [&](const Fragment& fragment, std::size_t bucket, std::size_t begin) {
+                         lane.owned.push_back({fragment, bucket, begin});
+                       });
+    lane.owned_begin.assign(map.buckets(lane.index) + 1, 0);
+    for (const OwnedFragment& owned : lane.owned) ++lane.owned_begin[owned.bucket + 1];
+    std::partial_sum(lane.owned_begin.begin(), lane.owned_begin.end(), lane.owned_begin.begin());
+    if constexpr (flat) lane.base = state_.store().flat_values().data();
+  }
+
+  /// Elements of sums that have to be stored.
+  template <class Lane>
+  [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,
+                                          bool looks) {
+    if (state_.world() == 1 || state_.settings.gradients == Gradients::reduced) return 0;
+    const std::size_t shard = map.shard_elements(lane.index, state_.rank());
+    // Ranks that share memory sum while they update, unless they have to look first; without
+    // sharding, where everyone needs all sums, each keeps those of its slices for the others.
+    if constexpr (State::shares_memory) return Stage::shards_state && !looks ? 0 : shard;
+    return Stage::shards_state ? shard : map.extent(lane.index);
+  }
+
+  /// Makes the lane's arrays, which begin with what `old` holds already.
+  template <class Lane>
+  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map, std::size_t slots_wanted,
+                bool looks, std::size_t before) {
+    const std::size_t kept = Stage::shards_state ? map.shard_elements(lane.index, state_.rank())
+                                                 : map.extent(lane.index);
+    const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
+      array = HostArray<U>(kept, state_.settings.memory);
+      if (from.size() != 0) std::memcpy(array.data(), from.data(), from.bytes());
+      if (!state_.settings.poison_padding) return;
+      poison(array.span().subspan(from.size()));
+      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+        if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, U{});
+      });
+    };
+    for (std::size_t s = 0; s < slots_wanted; ++s) grow(lane.state[s], old.state[s]);
+    if constexpr (Lane::storage::has_master) {
+      grow(lane.master, old.master);
+      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+        if (f.parameter < before) return;
+        widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
+      });
+    }
+    lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks),
+                                                        state_.settings.memory);
+  }
+
+  template <class Lane>
+  void allocate_workspace(Lane& lane, const Layout<Partition>& map,
+                          const std::vector<ParameterInfo>& infos,
+                          const std::vector<Opt>& all_groups) {
+    std::size_t most = 0;
+    for_each_kept(lane, map, [&](const Fragment& f, std::size_t) {
+      const ParameterInfo& info = infos[f.parameter];
+      most = std::max(most, tensor_workspace<typename Lane::storage>(
+                                all_groups[info.group], slots,
+                                std::span<const std::size_t>(info.shape), f.elements));
+    });
+    lane.workspace = HostArray<typename Lane::arithmetic>(most, state_.settings.memory);
+  }
+
+  /// `f(fragment, begin)` for all that slots are kept for.
+  template <class Lane, class F>
+  void for_each_kept(const Lane& lane, const Layout<Partition>& map, F&& f) {
+    if constexpr (Stage::shards_state) {
+      for (const OwnedFragment& owned : lane.owned) f(owned.fragment, owned.shard_begin);
+    } else {
+      for (const Fragment& fragment : map.fragments(lane.index, {0, map.extent(lane.index)})) {
+        f(fragment, fragment.lane_begin);
+      }
+    }
+  }
+
+  template <class U>
+  static void poison(std::span<U> array) {
+    std::fill(array.begin(), array.end(),
+              element_traits<U>::store(std::numeric_limits<arithmetic_t<U>>::quiet_NaN()));
+  }
+
+  /// Copies what is there into arenas; the parameters are handed over later, so that an allocation
+  /// that fails leaves them where they are.
+  template <class Lane>
+  void fill_arenas(Lane& lane, const Layout<Partition>& map,
+                   const std::vector<ParameterInfo>& infos) {
+    using T = typename Lane::element;
+    const Interval all{0, map.extent(lane.index)};
+    const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
+      arena = std::make_shared<HostArray<T>>(all.size(), state_.settings.memory);
+      if (!state_.settings.poison_padding) return;
+      poison(arena->span());
+      for (const Fragment& f : map.fragments(lane.index, all)) {
+        std::fill_n(arena->data() + f.lane_begin, f.elements, T{});
+      }
+    };
+    if constexpr (View::values == Residency::arena) {
+      make(lane.arena);
+      for (const Fragment& f : map.fragments(lane.index, all)) {
+        std::memcpy(lane.arena->data() + f.lane_begin, lane.values_at(f), f.elements * sizeof(T));
+      }
+    }
+    if constexpr (View::gradients == Residency::arena) {
+      make(lane.gradient_arena);
+      for (std::size_t i = 0; i < infos.size(); ++i) {
+        if (infos[i].lane != lane.index || !stands_alone(infos, i)) continue;
+        detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [&](auto gradient) {
+          if constexpr (std::is_same_v<typename decltype(gradient)::value_type, T>) {
+            if (gradient.size() != infos[i].elements || gradient.empty()) return;
+            std::memcpy(lane.gradient_arena->data() + map.place(i).offset, gradient.data(),
+                        gradient.size_bytes());
+          }
+        });
+      }
+    }
+  }
+
+  void rebind_parameters() {
+    state_.for_each_lane([&](auto& lane) {
+      using T = typename std::remove_cvref_t<decltype(lane)>::element;
+      if constexpr (View::values == Residency::arena) lane.base = lane.arena->data();
+      for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
+        if (state_.parameters[i].frozen || state_.parameters[i].lane != lane.index) continue;
+        auto&& parameter = detail::parameter_at(state_.store(), i);
+        const auto place_in = [&](HostArray<T>& arena) {
+          return std::span<T>(arena.data() + state_.layout->place(i).offset,
+                              state_.parameters[i].elements);
+        };
+        using Span = values_t<parameter_t<store_type>>;
+        if constexpr (View::values == Residency::arena) {
+          if (state_.steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
+          parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
+        }
+        if constexpr (View::gradients == Residency::arena) {
+          parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
+        }
+      }
+    });
+  }
+
+  State& state_;
+};
+
+}  // namespace zero::detail

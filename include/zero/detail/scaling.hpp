@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// What a step's summed gradients are multiplied by, and whether they are stepped with at all.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "zero/detail/findings.hpp"
+#include "zero/loss_scale.hpp"
+#include "zero/settings.hpp"
+
+namespace zero::detail {
+
+/// The mean, the loss scale and clipping are one factor, which sums are multiplied by once. All
+/// ranks compute the same from the same findings.
+class Scaling {
+ public:
+  Scaling(const Settings& settings, int world) : settings_(&settings), world_(world) {
+    if (settings.loss_scale) loss_scale_ = settings.loss_scale->scale;
+  }
+
+  std::optional<double> max_norm{};  ///< gradients are clipped to it
+  bool has_16_bits = false;          ///< some parameter
+
+  /// What the sum over ranks is multiplied by, loss scale and clipping aside.
+  [[nodiscard]] double of_sums() const {
+    const bool sums = settings_->gradients == Gradients::local;
+    return settings_->gradient_scale.value_or(sums ? 1.0 / world_ : 1.0);
+  }
+  /// Of the step under way.
+  [[nodiscard]] double of_step() const noexcept { return of_step_; }
+  [[nodiscard]] double loss_scale() const noexcept { return loss_scale_; }
+  /// Of the last step, where it was measured.
+  [[nodiscard]] std::optional<double> gradient_norm() const noexcept { return gradient_norm_; }
+
+  /// Whether all sums must have been looked at before the first may be used.
+  [[nodiscard]] bool looks_first() const { return looks_first(has_16_bits); }
+  [[nodiscard]] bool looks_first(bool some_16_bits) const {
+    return max_norm.has_value() || checks(some_16_bits);
+  }
+
+  void begin_step() {
+    gradient_norm_.reset();
+    of_step_ = unclipped();
+  }
+
+  /// From what all ranks found: whether the step is applied, and what it multiplies by.
+  [[nodiscard]] bool decide(const Findings& all) {
+    if (max_norm) {
+      gradient_norm_ = std::sqrt(all.squares.value()) * std::abs(unclipped());
+      // PyTorch's clip_grad_norm_, term by term.
+      const double clip = *max_norm / (*gradient_norm_ + 1e-6);
+      of_step_ = unclipped() * (clip < 1 ? clip : 1);
+      if (std::isnan(*gradient_norm_)) of_step_ = *gradient_norm_;
+    }
+    if (!checks(has_16_bits) || all.all_finite()) return true;
+    applied_in_a_row_ = 0;
+    if (is_dynamic()) {
+      const LossScale& rule = *settings_->loss_scale;
+      loss_scale_ = std::max(loss_scale_ * rule.backoff, rule.minimum);
+    }
+    return false;
+  }
+
+  /// The step under way is applied: what comes after it may be scaled otherwise.
+  void applied() {
+    if (!is_dynamic()) return;
+    const LossScale& rule = *settings_->loss_scale;
+    if (++applied_in_a_row_ < rule.interval) return;
+    applied_in_a_row_ = 0;
+    loss_scale_ = std::min(loss_scale_ * rule.growth, rule.maximum);
+  }
+
+ private:
+  /// Whether non-finite gradients skip the step.
+  [[nodiscard]] bool checks(bool some_16_bits) const {
+    if (settings_->finite_check != FiniteCheck::where_needed) {
+      return settings_->finite_check == FiniteCheck::always;
+    }
+    return max_norm.has_value() || settings_->loss_scale.has_value() || some_16_bits;
+  }
+  [[nodiscard]] bool is_dynamic() const {
+    return settings_->loss_scale && settings_->loss_scale->is_dynamic();
+  }
+  [[nodiscard]] double unclipped() const { return of_sums() / loss_scale_; }
+
+  const Settings* settings_;
+  int world_;
+  double loss_scale_ = 1;
+  int applied_in_a_row_ = 0;
+  double of_step_ = 1;
+  std::optional<double> gradient_norm_{};
+};
+
+}  // namespace zero::detail
