@@ -338,14 +338,14 @@ struct EngineState : EngineIdentity {
     max_norm = norm;
   }
 
-  /// Collective: the store shows more parameters at its end, which form the group of `options`.
+  /// Collective: the store shows more parameters at its end, which form `group`.
   /// @param refusal why this rank can't, or empty
-  void append(Opt options, std::string refusal) {
+  void append(Opt group, std::string refusal) {
     or_abort("an add_param_group", [&] {
       Inspection seen;
       std::optional<Layout<Partition>> grown;
       std::vector<Opt> more = groups;
-      more.push_back(std::move(options));
+      more.push_back(std::move(group));
       const std::size_t before = parameters.size();
       try {
         if (!refusal.empty()) throw UsageError(refusal);
