@@ -66,7 +66,8 @@ void refuse_separate_ties(S& store, const Inspection& seen) {
   };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::size_t leader = parameters[i].leader;
-    if (leader == i || parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
+    if (leader >= i) continue;  // none, or the layout refuses it
+    if (parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
     refuse_parameter(seen, i,
                      "is tied to " + quoted(leader, parameters[leader].name) +
                          " but shows other memory, which nobody would step; let both show the "
