@@ -150,7 +150,18 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
-    state_.append(std::move(options), std::move(refusal));
+    try {
+      way_.drain();
+    } catch (const std::exception& error) {
+      give_up(error.what(), false);
+      throw;
+    }
+    try {
+      state_.append(std::move(options), std::move(refusal));
+    } catch (const UsageError&) {  // on all ranks
+      forget_round(false);
+      throw;
+    }
     marks_.grow();
     try {
       way_.rebuild();
