@@ -342,7 +342,7 @@ struct EngineState : EngineIdentity {
   /// @param refusal why this rank can't, or empty
   void append(Opt group, std::string refusal) {
     or_abort("an add_param_group", [&] {
-      Inspection seen;
+      Inspection seen{.verb = "add_param_group"};
       std::optional<Layout<Partition>> grown;
       std::vector<Opt> more = groups;
       more.push_back(std::move(group));
@@ -350,7 +350,7 @@ struct EngineState : EngineIdentity {
       try {
         if (!refusal.empty()) throw UsageError(refusal);
         zero::validate(more.back());
-        inspect("add_param_group", more, before, seen);
+        inspect(more, before, seen);
         require_appended(seen);
         grown.emplace(layout->appended(std::span(seen.places).subspan(before)));
         require_flat(seen);
@@ -439,7 +439,7 @@ struct EngineState : EngineIdentity {
               "FiniteCheck::never skips none; use where_needed, or LossScale::fixed");
         }
       }
-      inspect("construction", groups, 0, seen);
+      inspect(groups, 0, seen);
       std::vector<LayoutLane> of_lanes;
       for_each_lane([&](auto& lane) {
         using T = typename std::remove_cvref_t<decltype(lane)>::element;
@@ -456,9 +456,7 @@ struct EngineState : EngineIdentity {
   }
 
   /// @param first what comes before it is known already
-  void inspect(const char* verb, const std::vector<Opt>& all_groups, std::size_t first,
-               Inspection& seen) {
-    seen.verb = verb;
+  void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
     detail::inspect(store(), all_groups.size(), settings.check_values, first, seen);
     if constexpr (steps_tensors) {
       for (std::size_t i = first; i < seen.parameters.size(); ++i) {

@@ -38,9 +38,9 @@ struct ParameterInfo {
 
 struct Inspection {
   const char* verb = "construction";  ///< on whose behalf
-  std::vector<ParameterInfo> parameters;
-  std::vector<ParameterDigest> digests;
-  std::vector<LayoutParameter> places;  ///< its names point into `parameters`
+  std::vector<ParameterInfo> parameters{};
+  std::vector<ParameterDigest> digests{};
+  std::vector<LayoutParameter> places{};  ///< its names point into `parameters`
 };
 
 [[noreturn]] inline void refuse_parameter(const Inspection& seen, std::size_t index,
