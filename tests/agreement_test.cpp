@@ -87,9 +87,9 @@ constexpr std::size_t stepped[]{0, 1, 3, 5};
 constexpr zero::Sgd rule{.lr = 0.125, .momentum = 0.5};
 
 template <class Way, class T, class... More>
-using optimizer_t = decltype(Way::optimizer(rule, std::declval<Model<T>&>(),
-                                            std::declval<typename Way::comm&>(), zero::Settings{},
-                                            std::size_t{}, std::declval<More>()...));
+using optimizer_t =
+    decltype(Way::optimizer(rule, std::declval<Model<T>&>(), std::declval<typename Way::comm&>(),
+                            zero::Settings{}, std::size_t{}, std::declval<More>()...));
 
 /// What `body(rank, model, optimizer)` gives on each rank.
 template <class Way, class T, class Body, class... More>
@@ -191,44 +191,44 @@ TEMPLATE_LIST_TEST_CASE("a gradient that is not finite on one rank skips the ste
       const auto outcome = optimizer.step().outcome();
       if (!outcome.applied || outcome.step != step + 1) mine.wrong.push_back("a good step");
     };
-    const auto seen = on_ranks<Way, T>(world, settings, [&](int rank, auto& model,
-                                                            auto& optimizer) {
-      Seen mine;
-      good(rank, model, optimizer, 0, mine);
-      good(rank, model, optimizer, 1, mine);
-      const std::string before = everything(model, optimizer);
-      const auto bad = [&](const std::string& what) {
-        const auto outcome = optimizer.step().outcome();
-        if (outcome.applied || outcome.step != 2 || optimizer.steps() != 2 ||
-            outcome.gradient_norm || everything(model, optimizer) != before) {
-          mine.wrong.push_back(what);
-        }
-      };
-      for (const auto& [parameter, element] : places) {
-        for (int culprit = 0; culprit < world; ++culprit) {
-          for (const double value : {infinity, -infinity, nan}) {
-            ranks::draw_gradients(model, rank, 77);
-            if (rank == culprit) model[parameter].own_gradient()[element] = stored<T>(value);
-            bad(std::to_string(parameter) + "[" + std::to_string(element) + "] of rank " +
-                std::to_string(culprit) + " is " + std::to_string(value));
+    const auto seen =
+        on_ranks<Way, T>(world, settings, [&](int rank, auto& model, auto& optimizer) {
+          Seen mine;
+          good(rank, model, optimizer, 0, mine);
+          good(rank, model, optimizer, 1, mine);
+          const std::string before = everything(model, optimizer);
+          const auto bad = [&](const std::string& what) {
+            const auto outcome = optimizer.step().outcome();
+            if (outcome.applied || outcome.step != 2 || optimizer.steps() != 2 ||
+                outcome.gradient_norm || everything(model, optimizer) != before) {
+              mine.wrong.push_back(what);
+            }
+          };
+          for (const auto& [parameter, element] : places) {
+            for (int culprit = 0; culprit < world; ++culprit) {
+              for (const double value : {infinity, -infinity, nan}) {
+                ranks::draw_gradients(model, rank, 77);
+                if (rank == culprit) model[parameter].own_gradient()[element] = stored<T>(value);
+                bad(std::to_string(parameter) + "[" + std::to_string(element) + "] of rank " +
+                    std::to_string(culprit) + " is " + std::to_string(value));
+              }
+            }
           }
-        }
-      }
-      for (const double last : {infinity, -infinity}) {  // two: of equal and of opposite sign
-        ranks::draw_gradients(model, rank, 78);
-        if (rank == 0) model[3].own_gradient()[5] = stored<T>(infinity);
-        if (rank == world - 1) model[3].own_gradient()[5] = stored<T>(last);
-        bad("two infinities");
-        // In different places, which different ranks may own.
-        ranks::draw_gradients(model, rank, 79);
-        if (rank == 0) model[0].own_gradient()[1] = stored<T>(infinity);
-        if (rank == world - 1) model[5].own_gradient()[0] = stored<T>(last);
-        bad("two infinities in two places");
-      }
-      good(rank, model, optimizer, 2, mine);
-      mine.bits = everything(model, optimizer);
-      return mine;
-    });
+          for (const double last : {infinity, -infinity}) {  // two: of equal and of opposite sign
+            ranks::draw_gradients(model, rank, 78);
+            if (rank == 0) model[3].own_gradient()[5] = stored<T>(infinity);
+            if (rank == world - 1) model[3].own_gradient()[5] = stored<T>(last);
+            bad("two infinities");
+            // In different places, which different ranks may own.
+            ranks::draw_gradients(model, rank, 79);
+            if (rank == 0) model[0].own_gradient()[1] = stored<T>(infinity);
+            if (rank == world - 1) model[5].own_gradient()[0] = stored<T>(last);
+            bad("two infinities in two places");
+          }
+          good(rank, model, optimizer, 2, mine);
+          mine.bits = everything(model, optimizer);
+          return mine;
+        });
     const auto plain = on_ranks<Way, T>(world, {}, [&](int rank, auto& model, auto& optimizer) {
       Seen mine;
       for (int step = 0; step < 3; ++step) good(rank, model, optimizer, step, mine);
@@ -370,14 +370,21 @@ TEMPLATE_LIST_TEST_CASE("a dynamic loss scale falls with skipped steps and rises
   using T = typename TestType::element;
   const zero::LossScale scale{
       .scale = 8, .growth = 4, .backoff = 0.25, .interval = 3, .minimum = 1, .maximum = 64};
-  const std::string script = "ggg" "ggb" "ggg" "ggg" "bbbb" "gbggg" "b";
-  const std::vector<double> right{8,  8, 32, 32, 32, 8, 8, 8, 32, 32, 32, 64, 16,
-                                  4,  1, 1,  1,  1,  1, 1, 4, 1};
+  const std::string script =
+      "ggg"
+      "ggb"
+      "ggg"
+      "ggg"
+      "bbbb"
+      "gbggg"
+      "b";
+  const std::vector<double> right{8,  8,  32, 32, 32, 8, 8, 8, 32, 32, 32,
+                                  64, 16, 4,  1,  1,  1, 1, 1, 1,  4,  1};
   REQUIRE(script.size() == right.size());
   for (const int world : {1, 2, 3, 4}) {
     INFO("world " << world);
-    const auto seen = on_ranks<Way, T>(
-        world, {.loss_scale = scale}, [&](int rank, auto& model, auto& optimizer) {
+    const auto seen =
+        on_ranks<Way, T>(world, {.loss_scale = scale}, [&](int rank, auto& model, auto& optimizer) {
           Seen mine;
           int step = 0;
           std::size_t at = 0;
@@ -419,8 +426,8 @@ std::vector<Failure> construct(int world, const std::function<zero::Settings(int
   ranks::rethrow_any(ranks::run(world, [&](zero::InProcessCommunicator inner) {
     Model<float> model = make_model<float>();
     auto comm = Way::wrap(inner);
-    failures[static_cast<std::size_t>(inner.rank())] = ranks::attempt(
-        [&] { (void)Way::optimizer(rule, model, comm, settings(inner.rank())); });
+    failures[static_cast<std::size_t>(inner.rank())] =
+        ranks::attempt([&] { (void)Way::optimizer(rule, model, comm, settings(inner.rank())); });
   }));
   return failures;
 }
@@ -468,14 +475,13 @@ TEMPLATE_LIST_TEST_CASE("loss scales that make no sense are refused", "[agreemen
   for (const int world : {1, 3}) {
     check_refused(construct<Way>(world,
                                  [](int) {
-                                   return zero::Settings{
-                                       .finite_check = zero::FiniteCheck::never,
-                                       .loss_scale = LossScale::dynamic()};
+                                   return zero::Settings{.finite_check = zero::FiniteCheck::never,
+                                                         .loss_scale = LossScale::dynamic()};
                                  }),
                   {"FiniteCheck::never", "dynamic loss scale", "LossScale::fixed"});
     // Limits are for what moves; a fixed scale may be anything.
-    for (const Failure& failure :
-         construct<Way>(world, [](int) { return zero::Settings{.loss_scale = LossScale::fixed(0x1p+30)}; })) {
+    for (const Failure& failure : construct<Way>(
+             world, [](int) { return zero::Settings{.loss_scale = LossScale::fixed(0x1p+30)}; })) {
       CHECK(failure.kind == Kind::none);
     }
   }
@@ -571,7 +577,8 @@ void check_norms(More... more) {
     exact.add(std::span<const A>(sums));
     const double norm = std::sqrt(exact.value()) * (1.0 / world);
     long double by_hand = 0;
-    for (const A sum : sums) by_hand += static_cast<long double>(sum) * static_cast<long double>(sum);
+    for (const A sum : sums)
+      by_hand += static_cast<long double>(sum) * static_cast<long double>(sum);
     CHECK(std::abs(norm - static_cast<double>(std::sqrt(by_hand) / world)) <= 4e-16 * norm);
     for (const std::size_t bytes : sizes) {
       for (const Seen& one : measure<Way, T>(world, {}, bytes, any_ones, infinity, 1, more...)) {
@@ -588,8 +595,8 @@ void check_norms(More... more) {
                                            scaled, infinity, 1, more...)) {
       CHECK(one.numbers == std::vector<double>(1, norm));
     }
-    for (const Seen& one : measure<Way, T>(world, {.gradient_scale = -2}, 64, any_ones, infinity, 1,
-                                           more...)) {
+    for (const Seen& one :
+         measure<Way, T>(world, {.gradient_scale = -2}, 64, any_ones, infinity, 1, more...)) {
       CHECK(one.numbers == std::vector<double>(1, std::sqrt(exact.value()) * 2));
     }
   }
@@ -701,8 +708,8 @@ TEMPLATE_LIST_TEST_CASE("a norm counts what is stepped, once", "[agreement]", Ca
   for (const auto mode : {zero::Gradients::local, zero::Gradients::reduced}) {
     for (const int world : {1, 2, 4}) {
       INFO("world " << world << ", reduced " << (mode == zero::Gradients::reduced));
-      const auto seen = on_ranks<Way, T>(
-          world, {.gradients = mode}, [&](int rank, auto& model, auto& optimizer) {
+      const auto seen =
+          on_ranks<Way, T>(world, {.gradients = mode}, [&](int rank, auto& model, auto& optimizer) {
             Seen mine;
             optimizer.clip_grad_norm(infinity);
             // Frozen, but with a gradient: never looked at. Nor is the tied one's own.
@@ -757,8 +764,8 @@ TEMPLATE_LIST_TEST_CASE("reduced gradients are clipped as they are", "[agreement
     INFO("world " << world);
     for (const double limit : {infinity, 1.5}) {
       const auto local = measure<Way, T>(world, {}, 64, gradients, limit, 3);
-      const auto reduced = measure<Way, T>(world, {.gradients = zero::Gradients::reduced}, 64,
-                                           gradients, limit, 3);
+      const auto reduced =
+          measure<Way, T>(world, {.gradients = zero::Gradients::reduced}, 64, gradients, limit, 3);
       check_none_wrong(reduced);
       check_same_bits(reduced, local);
       for (const Seen& one : reduced) CHECK(one.numbers == local[0].numbers);
@@ -798,7 +805,8 @@ TEMPLATE_LIST_TEST_CASE("parameters of several types have one norm and one decis
       const double norm = std::sqrt(19 * 4.0 + 21 * 9.0 + 7 * 25.0);
       optimizer.clip_grad_norm(infinity);
       if (optimizer.step().outcome().gradient_norm != norm) mine.wrong.push_back("norm");
-      if (f[18] != -1 || static_cast<float>(h[20]) != -2 || d[6] != -4) mine.wrong.push_back("step");
+      if (f[18] != -1 || static_cast<float>(h[20]) != -2 || d[6] != -4)
+        mine.wrong.push_back("step");
       optimizer.clip_grad_norm(norm / 4);
       optimizer.step();
       const double c = norm / 4 / (norm + 1e-6);
@@ -849,40 +857,40 @@ TEMPLATE_LIST_TEST_CASE("micro-steps add up to one step", "[agreement]", Cases) 
   for (const int world : {1, 2, 3, 4}) {
     INFO("world " << world);
     // All steps but the last backward within the scope; marks there say nothing.
-    const auto accumulated = on_ranks<Way, T>(world, {}, [&](int rank, auto& model,
-                                                             auto& optimizer) {
-      Seen mine;
-      Model<T> part = make_model<T>();
-      for (int step = 0; step < 3; ++step) {
-        for (auto& tensor : model) {  // stale: the first lease overwrites
-          std::fill(tensor.own_gradient().begin(), tensor.own_gradient().end(), stored<T>(nan));
-        }
-        const auto backward = [&](std::uint32_t p) {
-          short_gradients(part, seed(rank, step, p), 15);
-          for (const std::size_t i : {5, 3, 1, 0}) {
-            {
-              auto lease = optimizer.gradient(i);
-              const std::span<T> to = lease.values();
-              if (lease.adds() != (p != 0)) mine.wrong.push_back("adds");
-              for (std::size_t k = 0; k < to.size(); ++k) {
-                const double before = lease.adds() ? loaded(to[k]) : 0;
-                to[k] = stored<T>(before + loaded(part[i].own_gradient()[k]));
-              }
+    const auto accumulated =
+        on_ranks<Way, T>(world, {}, [&](int rank, auto& model, auto& optimizer) {
+          Seen mine;
+          Model<T> part = make_model<T>();
+          for (int step = 0; step < 3; ++step) {
+            for (auto& tensor : model) {  // stale: the first lease overwrites
+              std::fill(tensor.own_gradient().begin(), tensor.own_gradient().end(), stored<T>(nan));
             }
-            optimizer.mark_ready(i);
+            const auto backward = [&](std::uint32_t p) {
+              short_gradients(part, seed(rank, step, p), 15);
+              for (const std::size_t i : {5, 3, 1, 0}) {
+                {
+                  auto lease = optimizer.gradient(i);
+                  const std::span<T> to = lease.values();
+                  if (lease.adds() != (p != 0)) mine.wrong.push_back("adds");
+                  for (std::size_t k = 0; k < to.size(); ++k) {
+                    const double before = lease.adds() ? loaded(to[k]) : 0;
+                    to[k] = stored<T>(before + loaded(part[i].own_gradient()[k]));
+                  }
+                }
+                optimizer.mark_ready(i);
+              }
+              optimizer.mark_absent(4);
+            };
+            {
+              const auto scope = optimizer.accumulate();
+              for (std::uint32_t p = 0; p + 1 < micro; ++p) backward(p);
+            }
+            backward(micro - 1);
+            if (!optimizer.step().outcome().applied) mine.wrong.push_back("skipped");
           }
-          optimizer.mark_absent(4);
-        };
-        {
-          const auto scope = optimizer.accumulate();
-          for (std::uint32_t p = 0; p + 1 < micro; ++p) backward(p);
-        }
-        backward(micro - 1);
-        if (!optimizer.step().outcome().applied) mine.wrong.push_back("skipped");
-      }
-      mine.bits = everything(model, optimizer);
-      return mine;
-    });
+          mine.bits = everything(model, optimizer);
+          return mine;
+        });
     const auto at_once = on_ranks<Way, T>(world, {}, [&](int rank, auto& model, auto& optimizer) {
       Seen mine;
       Model<T> part = make_model<T>();
@@ -1092,8 +1100,9 @@ void add_group(Store<T>& store, std::size_t g) {
 constexpr std::size_t size_after[]{2, 5, 8};
 
 /// Without state, with momentum, and with another.
-const std::vector<zero::Sgd> group_rules{
-    {.lr = 0.5}, {.lr = 0.25, .momentum = 0.5}, {.lr = 0.125, .momentum = 0.75, .weight_decay = 0.25}};
+const std::vector<zero::Sgd> group_rules{{.lr = 0.5},
+                                         {.lr = 0.25, .momentum = 0.5},
+                                         {.lr = 0.125, .momentum = 0.75, .weight_decay = 0.25}};
 
 /// What a run leaves on one rank. Slices by "name.slot" and where they begin.
 struct Grown {
@@ -1198,14 +1207,12 @@ std::vector<Grown> grow(int world, bool at_once, bool reserves, zero::Settings s
 }
 
 template <class View>
-using WaysWith = std::tuple<ranks::Way<true, zero::Stage1, View>,
-                            ranks::Way<true, zero::Replicated, View>,
-                            ranks::Way<false, zero::Stage1, View>,
-                            ranks::Way<false, zero::Replicated, View>>;
-using Views =
-    decltype(std::tuple_cat(std::declval<WaysWith<zero::NoView>>(),
-                            std::declval<WaysWith<zero::ParamView>>(),
-                            std::declval<WaysWith<zero::ParamAndGradView>>()));
+using WaysWith =
+    std::tuple<ranks::Way<true, zero::Stage1, View>, ranks::Way<true, zero::Replicated, View>,
+               ranks::Way<false, zero::Stage1, View>, ranks::Way<false, zero::Replicated, View>>;
+using Views = decltype(std::tuple_cat(std::declval<WaysWith<zero::NoView>>(),
+                                      std::declval<WaysWith<zero::ParamView>>(),
+                                      std::declval<WaysWith<zero::ParamAndGradView>>()));
 template <class View>
 using Sharded =
     std::tuple<ranks::Way<true, zero::Stage1, View>, ranks::Way<false, zero::Stage1, View>>;
@@ -1310,8 +1317,8 @@ TEMPLATE_LIST_TEST_CASE("an addition that is refused changes nothing", "[agreeme
                         ranks::MainWays) {
   using Way = TestType;
   using Shape = std::vector<std::size_t>;
-  const auto late = [](std::string name, Shape shape, zero::Attributes attributes, std::size_t group,
-                       std::uint32_t seed = 99) {
+  const auto late = [](std::string name, Shape shape, zero::Attributes attributes,
+                       std::size_t group, std::uint32_t seed = 99) {
     return [=](Model<float>& model) {
       model.emplace_back(name, shape, attributes, group);
       ranks::Draw(seed).fill(model.back().values());
@@ -1360,22 +1367,39 @@ TEMPLATE_LIST_TEST_CASE("an addition that is refused changes nothing", "[agreeme
        false,
        false},
       {"options without sense", grow_rightly, {"lr"}, {.lr = -1}},
-      {"other values", late("late", {9}, {}, 1, 98), {rank_differs, "parameter 6 ('late')", "values"},
-       {}, true},
-      {"another shape", late("late", {3, 3}, {}, 1), {rank_differs, "parameter 6 ('late')", "shape"},
-       {}, true},
-      {"more elements", late("late", {10}, {}, 1),
-       {rank_differs, "parameter 6 ('late')", "10 elements, not 9"}, {}, true},
-      {"another name", late("latest", {9}, {}, 1), {rank_differs, "parameter 6 ('late')", "name"}, {},
+      {"other values",
+       late("late", {9}, {}, 1, 98),
+       {rank_differs, "parameter 6 ('late')", "values"},
+       {},
        true},
-      {"another attribute", late("late", {9}, {.unsplittable = true}, 1),
-       {rank_differs, "parameter 6 ('late')", "attribute"}, {}, true},
+      {"another shape",
+       late("late", {3, 3}, {}, 1),
+       {rank_differs, "parameter 6 ('late')", "shape"},
+       {},
+       true},
+      {"more elements",
+       late("late", {10}, {}, 1),
+       {rank_differs, "parameter 6 ('late')", "10 elements, not 9"},
+       {},
+       true},
+      {"another name",
+       late("latest", {9}, {}, 1),
+       {rank_differs, "parameter 6 ('late')", "name"},
+       {},
+       true},
+      {"another attribute",
+       late("late", {9}, {.unsplittable = true}, 1),
+       {rank_differs, "parameter 6 ('late')", "attribute"},
+       {},
+       true},
       {"one more",
        [](Model<float>& model) {
          grow_rightly(model);
          model.emplace_back("latest", Shape{2}, zero::Attributes{}, 1);
        },
-       {rank_differs, "2 parameters, not 1"}, {}, true},
+       {rank_differs, "2 parameters, not 1"},
+       {},
+       true},
   };
   for (const Addition& addition : additions) {
     for (const int world : {1, 2, 4}) {
@@ -1400,8 +1424,7 @@ TEMPLATE_LIST_TEST_CASE("an addition that is refused changes nothing", "[agreeme
                 grow_rightly(model);
               }
               const zero::Sgd options = guilty ? addition.options : Addition{}.options;
-              mine.failures.push_back(
-                  ranks::attempt([&] { optimizer.add_param_group(options); }));
+              mine.failures.push_back(ranks::attempt([&] { optimizer.add_param_group(options); }));
               if (optimizer.groups().size() != 1 || optimizer.layout().parameters() != 6 ||
                   (addition.keeps_old && everything(model, optimizer, 6) != before)) {
                 mine.wrong.push_back("changed");
@@ -1446,8 +1469,8 @@ TEMPLATE_LIST_TEST_CASE("a group that needs more state on one rank only is refus
       auto optimizer = Way::optimizer(zero::Sgd{.lr = 0.5}, model, comm);
       grow_rightly(model);
       const double momentum = inner.rank() == 1 ? 0.5 : 0;
-      mine.failures.push_back(ranks::attempt(
-          [&] { optimizer.add_param_group({.lr = 0.25, .momentum = momentum}); }));
+      mine.failures.push_back(
+          ranks::attempt([&] { optimizer.add_param_group({.lr = 0.25, .momentum = momentum}); }));
       if (!optimizer.state().empty()) mine.wrong.push_back("state");
       ranks::draw_gradients(model, inner.rank(), 0);
       optimizer.step();

@@ -94,8 +94,7 @@ Trained serial(const Model<>& shapes, const std::vector<Rule>& groups, int world
       for (float& x : sums[i]) x *= static_cast<float>(1.0 / world);
       const Rule& rule = groups[model[i].group()];
       using Storage = zero::detail::Storage<float, zero::NativePrecision>;
-      zero::detail::UpdateArrays<Storage, slot_count> arrays{
-          trained.values[i].data(), nullptr, {}};
+      zero::detail::UpdateArrays<Storage, slot_count> arrays{trained.values[i].data(), nullptr, {}};
       for (std::size_t s = 0; s < zero::used_slots(rule); ++s) arrays.state[s] = state[i][s].data();
       const float* const gradient = sums[i].data();
       zero::detail::update_elements(rule, rule.template scalars<float>(++trained.steps[i]), arrays,
@@ -421,15 +420,15 @@ Model<T> model_of(const std::vector<std::size_t>& of_sizes) {
 template <class Way, class T, class Rule, class Body, class... More>
 void on_ranks(int world, const std::vector<std::size_t>& of_sizes, Rule rule,
               zero::Settings settings, Body body, More... more) {
-  ranks::rethrow_any(ranks::run(
-      world,
-      [&](zero::InProcessCommunicator inner) {
-        Model<T> model = model_of<T>(of_sizes);
-        auto comm = Way::wrap(inner);
-        auto optimizer = Way::optimizer(rule, model, comm, settings, 64, More(more)...);
-        body(inner.rank(), model, optimizer);
-      },
-      {.timeout = 20s}));
+  ranks::rethrow_any(ranks::run(world,
+                                [&](zero::InProcessCommunicator inner) {
+                                  Model<T> model = model_of<T>(of_sizes);
+                                  auto comm = Way::wrap(inner);
+                                  auto optimizer = Way::optimizer(rule, model, comm, settings, 64,
+                                                                  More(more)...);
+                                  body(inner.rank(), model, optimizer);
+                                },
+                                {.timeout = 20s}));
 }
 
 template <class T, class Optimizer>
@@ -439,8 +438,9 @@ std::string with_masters(const Model<T>& model, const Optimizer& optimizer) {
   return all;
 }
 
-/// How many steps were not skipped, or changed something, on any rank, where the ranks in `culprits`
-/// have `bad` at one element, for every element in turn; so that it lies in every rank's shard.
+/// How many steps were not skipped, or changed something, on any rank, where the ranks in
+/// `culprits` have `bad` at one element, for every element in turn; so that it lies in every rank's
+/// shard.
 template <class Way, class T>
 int not_skipped(int world, const std::vector<int>& culprits, double bad, zero::Settings settings) {
   std::vector<int> wrong(static_cast<std::size_t>(world));
@@ -568,8 +568,8 @@ TEMPLATE_LIST_TEST_CASE("LBANN #2376: nothing counts K times", "[peer_faults]", 
   using Way = TestType;
   // Gradients whose mean over 1, 2 or 4 equal ones is exact. More ranks than elements, too.
   const auto gradient = [](std::size_t k) { return static_cast<double>(k % 7) - 3.5; };
-  for (const std::vector<std::size_t>& of_sizes : {std::vector<std::size_t>{31, 3, 17, 1},
-                                                   std::vector<std::size_t>{1, 1}}) {
+  for (const std::vector<std::size_t>& of_sizes :
+       {std::vector<std::size_t>{31, 3, 17, 1}, std::vector<std::size_t>{1, 1}}) {
     std::size_t count = 0;
     for (const std::size_t n : of_sizes) count += n;
     double squares = 0;
@@ -588,16 +588,18 @@ template <class Way>
 void check_small_summands(int world) {
   std::vector<float> masters(static_cast<std::size_t>(world), 0);
   std::vector<float> values = masters;
-  on_ranks<Way, zero::bfloat16>(
-      world, {5}, zero::Sgd{.lr = 1}, {.gradient_scale = 1},
-      [&](int rank, auto& model, auto& optimizer) {
-        for (auto& g : model[0].own_gradient()) g = stored<zero::bfloat16>(rank == 0 ? 1 : 0x1p-9);
-        optimizer.step();
-        for (const auto& slice : optimizer.masters()) {
-          if (!slice.values.empty()) masters[static_cast<std::size_t>(rank)] = slice.values[0];
-        }
-        values[static_cast<std::size_t>(rank)] = static_cast<float>(model[0].values()[4]);
-      });
+  on_ranks<Way, zero::bfloat16>(world, {5}, zero::Sgd{.lr = 1}, {.gradient_scale = 1},
+                                [&](int rank, auto& model, auto& optimizer) {
+                                  for (auto& g : model[0].own_gradient())
+                                    g = stored<zero::bfloat16>(rank == 0 ? 1 : 0x1p-9);
+                                  optimizer.step();
+                                  for (const auto& slice : optimizer.masters()) {
+                                    if (!slice.values.empty())
+                                      masters[static_cast<std::size_t>(rank)] = slice.values[0];
+                                  }
+                                  values[static_cast<std::size_t>(rank)] =
+                                      static_cast<float>(model[0].values()[4]);
+                                });
   const float right = -1 - static_cast<float>(world - 1) * 0x1p-9F;
   bool somewhere = false;
   for (std::size_t r = 0; r < values.size(); ++r) {
@@ -617,7 +619,8 @@ TEMPLATE_LIST_TEST_CASE("DS #1800: small summands over many ranks", "[peer_fault
 
 TEST_CASE("DS #1800: 257 summands in rank order", "[peer_faults]") {
   // Long enough for every path: whole blocks, packs and single elements.
-  const std::vector<zero::bfloat16> one(133, zero::bfloat16(1)), small(133, zero::bfloat16(0x1p-9F));
+  const std::vector<zero::bfloat16> one(133, zero::bfloat16(1)),
+      small(133, zero::bfloat16(0x1p-9F));
   std::vector<const zero::bfloat16*> sources(257, small.data());
   sources[0] = one.data();
   std::vector<float> sums(133);
