@@ -589,6 +589,7 @@ struct EngineState : EngineIdentity {
     if (!added.empty()) all.add(added.data(), added.size_bytes());
     mine.parameters = all.value();
     mine.count = added.size();
+    mine.identity = identity;
     mine.address = reinterpret_cast<std::uintptr_t>(this);
     mine.refusal = to_text(refusal);
     identity = require_agreement(comm(), seen.verb, mine, added, [&](std::size_t i) {
