@@ -20,6 +20,7 @@
 
 #include "zero/comm/fault_injector.hpp"
 #include "zero/comm/in_process.hpp"
+#include "zero/element.hpp"
 #include "zero/zero_sharded.hpp"
 
 namespace ranks {
@@ -146,7 +147,8 @@ class Draw {
   template <class T>
   void fill(std::span<T> out) {
     for (T& x : out) {
-      x = static_cast<T>((static_cast<double>(random_()) - 2147483648.0) / 2147483648.0);
+      const double number = (static_cast<double>(random_()) - 2147483648.0) / 2147483648.0;
+      x = zero::element_traits<T>::store(static_cast<zero::arithmetic_t<T>>(number));
     }
   }
   /// 0, …, n - 1 in some order.

@@ -313,8 +313,9 @@ class ZeroSharded {
   /// Collective: the store shows more parameters at its end than before; they form one more group
   /// with these options, in number `groups().size()`. What was there keeps its place and state. To
   /// be called between steps. Throws `UsageError` on all ranks, and changes nothing, where the new
-  /// parameters can't be used, among them those that the optimizer has already. The store's other
-  /// parameters must be what they were. While it runs this rank's state is held twice.
+  /// parameters can't be used, among them those that the optimizer has already, or where gradients
+  /// were marked or leased; marks must then be given anew. The store's other parameters must be
+  /// what they were. While it runs this rank's state is held twice.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
   /// The store that was given.

@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -18,11 +22,17 @@
 #include "../plain_update.hpp"
 #include "../ranks.hpp"
 #include "catch.hpp"
+#include "zero/bfloat16.hpp"
+#include "zero/detail/rank_order_sum.hpp"
+#include "zero/detail/storage.hpp"
 #include "zero/detail/update_loop.hpp"
+#include "zero/float16.hpp"
 #include "zero/observer.hpp"
 #include "zero/optim/adam.hpp"
 #include "zero/optim/sgd.hpp"
 #include "zero/optimizer.hpp"
+#include "zero/partition/balanced.hpp"
+#include "zero/precision.hpp"
 
 namespace {
 
@@ -385,6 +395,239 @@ TEMPLATE_LIST_TEST_CASE("a tied parameter's gradient counts where one of its use
     stepped[static_cast<std::size_t>(inner.rank())] = optimizer.steps(1);
   }));
   CHECK(stepped == std::vector<std::int64_t>{1, 1});
+}
+
+// ---------------------------------------------------------------------------------------------
+// Found on one rank, known to all
+
+template <class T>
+T stored(double x) {
+  return zero::element_traits<T>::store(static_cast<zero::arithmetic_t<T>>(x));
+}
+
+template <class T>
+Model<T> model_of(const std::vector<std::size_t>& of_sizes) {
+  Model<T> model;
+  for (std::size_t i = 0; i < of_sizes.size(); ++i) {
+    model.emplace_back("p" + std::to_string(i), std::vector<std::size_t>{of_sizes[i]});
+  }
+  return model;
+}
+
+/// On each of `world` ranks: a model that starts from zeros, an optimizer, and
+/// `body(rank, model, optimizer)`.
+template <class Way, class T, class Rule, class Body, class... More>
+void on_ranks(int world, const std::vector<std::size_t>& of_sizes, Rule rule,
+              zero::Settings settings, Body body, More... more) {
+  ranks::rethrow_any(ranks::run(world,
+                                [&](zero::InProcessCommunicator inner) {
+                                  Model<T> model = model_of<T>(of_sizes);
+                                  auto comm = Way::wrap(inner);
+                                  auto optimizer = Way::optimizer(rule, model, comm, settings, 64,
+                                                                  More(more)...);
+                                  body(inner.rank(), model, optimizer);
+                                },
+                                {.timeout = 20s}));
+}
+
+template <class T, class Optimizer>
+std::string with_masters(const Model<T>& model, const Optimizer& optimizer) {
+  std::string all = ranks::snapshot(model, optimizer);
+  for (const auto& slice : optimizer.masters()) all += ranks::bytes_of(slice.values);
+  return all;
+}
+
+/// How many steps were not skipped, or changed something, on any rank, where the ranks in
+/// `culprits` have `bad` at one element, for every element in turn; so that it lies in every rank's
+/// shard.
+template <class Way, class T>
+int not_skipped(int world, const std::vector<int>& culprits, double bad, zero::Settings settings) {
+  std::vector<int> wrong(static_cast<std::size_t>(world));
+  on_ranks<Way, T>(
+      world, sizes, zero::AdamW{.lr = 0.05}, settings, [&](int rank, auto& model, auto& optimizer) {
+        int& mine = wrong[static_cast<std::size_t>(rank)];
+        ranks::draw_gradients(model, rank, 0);
+        if (!optimizer.step().outcome().applied) ++mine;
+        const std::string before = with_masters(model, optimizer);
+        const bool guilty = std::find(culprits.begin(), culprits.end(), rank) != culprits.end();
+        for (auto& tensor : model) {
+          for (T& g : tensor.own_gradient()) {
+            const T good = g;
+            if (guilty) g = stored<T>(bad);
+            const auto outcome = optimizer.step().outcome();
+            if (outcome.applied || outcome.step != 1 || optimizer.steps() != 1) ++mine;
+            if (with_masters(model, optimizer) != before) ++mine;
+            g = good;
+          }
+        }
+        const auto outcome = optimizer.step().outcome();  // nobody hangs, nobody is ahead
+        if (!outcome.applied || outcome.step != 2) ++mine;
+      });
+  int all = 0;
+  for (const int n : wrong) all += n;
+  return all;
+}
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+TEMPLATE_LIST_TEST_CASE("FS #179, ColossalAI #1175: infinite on one rank, skipped on all",
+                        "[peer_faults]", ranks::MainWays) {
+  using Way = TestType;
+  const zero::Settings scaled{.loss_scale = zero::LossScale::fixed(4)};
+  CHECK(not_skipped<Way, float>(4, {1}, infinity, scaled) == 0);
+  CHECK(not_skipped<Way, zero::float16>(4, {1}, infinity, scaled) == 0);
+}
+
+TEMPLATE_LIST_TEST_CASE("DS #8415: a bfloat16 NaN on rank 2 is seen", "[peer_faults]",
+                        ranks::MainWays) {
+  using Way = TestType;
+  CHECK(not_skipped<Way, zero::bfloat16>(4, {2}, nan, {}) == 0);
+}
+
+TEMPLATE_LIST_TEST_CASE("PT #88015: two ranks find something, and it's skipped still",
+                        "[peer_faults]", ranks::MainWays) {
+  using Way = TestType;
+  const zero::Settings checked{.finite_check = zero::FiniteCheck::always};
+  for (const double bad : {infinity, nan}) {
+    CHECK(not_skipped<Way, float>(4, {0, 3}, bad, checked) == 0);
+    CHECK(not_skipped<Way, float>(4, {0, 1, 2, 3}, bad, checked) == 0);
+  }
+}
+
+/// The norm on each rank, and what came of the parameters.
+struct Clipped {
+  std::optional<double> norm{};
+  std::vector<double> values{};
+};
+
+/// One step with lr 1 from zeros: the values are what gradients were stepped with, negated.
+template <class Way, class T, class Gradient, class... More>
+std::vector<Clipped> clip_once(int world, const std::vector<std::size_t>& of_sizes, double max_norm,
+                               Gradient gradient, More... more) {
+  std::vector<Clipped> clipped(static_cast<std::size_t>(world));
+  on_ranks<Way, T>(
+      world, of_sizes, zero::Sgd{.lr = 1}, {},
+      [&](int rank, auto& model, auto& optimizer) {
+        std::size_t k = 0;
+        for (auto& tensor : model) {
+          for (T& g : tensor.own_gradient()) g = stored<T>(gradient(k++));
+        }
+        optimizer.clip_grad_norm(max_norm);
+        Clipped& mine = clipped[static_cast<std::size_t>(rank)];
+        mine.norm = optimizer.step().outcome().gradient_norm;
+        for (auto& tensor : model) {
+          for (const T value : tensor.values()) {
+            mine.values.push_back(static_cast<double>(zero::element_traits<T>::load(value)));
+          }
+        }
+      },
+      more...);
+  return clipped;
+}
+
+TEMPLATE_LIST_TEST_CASE("LC PR 524: a norm over nothing but owned gradients", "[peer_faults]",
+                        ranks::AllWays) {
+  using Way = TestType;
+  const auto gradient = [](std::size_t k) { return static_cast<double>(k + 1); };
+  const std::vector<std::vector<std::size_t>> splits{{10}, {1, 2, 3, 4}, {9, 1}};
+  const auto check = [](const std::vector<Clipped>& clipped) {
+    for (const Clipped& mine : clipped) {
+      REQUIRE(mine.norm.has_value());
+      CHECK(*mine.norm == std::sqrt(385.0));
+      CHECK(std::abs(*mine.norm - 19.6214169) < 5e-8);
+      REQUIRE(mine.values.size() == 10);
+      for (std::size_t k = 0; k < 10; ++k) {
+        const double right = -0.0509647 * static_cast<double>(k + 1);
+        CHECK(std::abs(mine.values[k] - right) < 5.1e-8 * static_cast<double>(k + 1) + 1e-7);
+      }
+    }
+  };
+  for (const auto& of_sizes : splits) {
+    check(clip_once<Way, float>(4, of_sizes, 1, gradient));
+    check(clip_once<Way, float>(4, of_sizes, 1, gradient, zero::BalancedPartition{}));
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("FS #263: squares of float16 gradients are no float16s", "[peer_faults]",
+                        ranks::MainWays) {
+  using Way = TestType;
+  const auto gradient = [](std::size_t) { return 5000.0; };
+  for (const int world : {1, 2, 4}) {
+    for (const Clipped& mine : clip_once<Way, zero::float16>(world, {40, 12}, 52, gradient)) {
+      CHECK(mine.norm == 5000 * std::sqrt(52.0));
+      for (const double value : mine.values) {
+        CHECK(std::abs(value + std::sqrt(52.0)) < 5e-3);  // half a unit of a float16's last place
+      }
+    }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("LBANN #2376: nothing counts K times", "[peer_faults]", ranks::MainWays) {
+  using Way = TestType;
+  // Gradients whose mean over 1, 2 or 4 equal ones is exact. More ranks than elements, too.
+  const auto gradient = [](std::size_t k) { return static_cast<double>(k % 7) - 3.5; };
+  for (const std::vector<std::size_t>& of_sizes :
+       {std::vector<std::size_t>{31, 3, 17, 1}, std::vector<std::size_t>{1, 1}}) {
+    std::size_t count = 0;
+    for (const std::size_t n : of_sizes) count += n;
+    double squares = 0;
+    for (std::size_t k = 0; k < count; ++k) squares += gradient(k) * gradient(k);
+    for (const int world : {1, 2, 4, 8}) {
+      for (const Clipped& mine : clip_once<Way, float>(world, of_sizes, infinity, gradient)) {
+        CHECK(mine.norm == std::sqrt(squares));
+        for (std::size_t k = 0; k < count; ++k) CHECK(mine.values[k] == -gradient(k));
+      }
+    }
+  }
+}
+
+/// A step of 1 on rank 0 and 2^-9 on all others, which a bfloat16 sum of 1 doesn't notice.
+template <class Way>
+void check_small_summands(int world) {
+  std::vector<float> masters(static_cast<std::size_t>(world), 0);
+  std::vector<float> values = masters;
+  on_ranks<Way, zero::bfloat16>(world, {5}, zero::Sgd{.lr = 1}, {.gradient_scale = 1},
+                                [&](int rank, auto& model, auto& optimizer) {
+                                  for (auto& g : model[0].own_gradient())
+                                    g = stored<zero::bfloat16>(rank == 0 ? 1 : 0x1p-9);
+                                  optimizer.step();
+                                  for (const auto& slice : optimizer.masters()) {
+                                    if (!slice.values.empty())
+                                      masters[static_cast<std::size_t>(rank)] = slice.values[0];
+                                  }
+                                  values[static_cast<std::size_t>(rank)] =
+                                      static_cast<float>(model[0].values()[4]);
+                                });
+  const float right = -1 - static_cast<float>(world - 1) * 0x1p-9F;
+  bool somewhere = false;
+  for (std::size_t r = 0; r < values.size(); ++r) {
+    CHECK((masters[r] == right || masters[r] == 0));  // 0: owns nothing
+    somewhere = somewhere || masters[r] == right;
+    CHECK(values[r] == static_cast<float>(zero::bfloat16(right)));
+  }
+  CHECK(somewhere);
+}
+
+TEMPLATE_LIST_TEST_CASE("DS #1800: small summands over many ranks", "[peer_faults]",
+                        ranks::MainWays) {
+  using Way = TestType;
+  check_small_summands<Way>(8);
+  check_small_summands<Way>(257);
+}
+
+TEST_CASE("DS #1800: 257 summands in rank order", "[peer_faults]") {
+  // Long enough for every path: whole blocks, packs and single elements.
+  const std::vector<zero::bfloat16> one(133, zero::bfloat16(1)),
+      small(133, zero::bfloat16(0x1p-9F));
+  std::vector<const zero::bfloat16*> sources(257, small.data());
+  sources[0] = one.data();
+  std::vector<float> sums(133);
+  zero::detail::sum_in_rank_order_to<zero::bfloat16>(sources, sums.size(), sums.data());
+  CHECK(sums == std::vector<float>(133, 1.5F));
+  std::vector<zero::bfloat16> rounded(133);
+  zero::detail::sum_in_rank_order<zero::bfloat16>(sources, rounded.size(), rounded.data());
+  for (const zero::bfloat16 sum : rounded) CHECK(static_cast<float>(sum) == 1.5F);
 }
 
 }  // namespace

@@ -47,8 +47,9 @@ struct Digest {
   std::uint64_t settings = 0;  ///< hash of bucket size, gradient mode and scale, groups
   std::uint64_t parameters = 0;
   std::uint64_t count = 0;
-  std::uint64_t address = 0;  ///< where it lies; not compared, but what makes it one of a kind
-  Text refusal{};             ///< why this rank can't be constructed; empty if it can
+  std::uint64_t identity = 0;  ///< of the optimizer that is added to; 0 in a construction
+  std::uint64_t address = 0;   ///< where it lies; not compared, but what makes it one of a kind
+  Text refusal{};              ///< why this rank can't be constructed; empty if it can
 };
 
 /// Every rank's `mine`, in rank order.
@@ -84,6 +85,11 @@ std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
   std::uint64_t compared = all[0].count;
   bool differ = false;
   for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].identity != all[0].identity) {
+      refuse(r,
+             "it calls this on another optimizer of the communicator; use several in the same "
+             "order on all ranks");
+    }
     if (all[r].program != all[0].program) {
       refuse(r, "its optimizer has another type; use the same element types and policies");
     }

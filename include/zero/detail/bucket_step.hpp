@@ -88,6 +88,14 @@ class BucketStep {
     return sum;
   }
 
+  /// Reduces the round's remaining buckets for nothing: a rank that marked gradients has started
+  /// some, and the peers must have started as many before anything else is agreed upon.
+  void drain() {
+    if (!reduces_buckets()) return;
+    while (next_launch_ < launches_.size()) start_next_reduce();
+    for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+  }
+
   /// The layout has grown. Nothing may be on its way.
   void rebuild() {
     launches_.clear();

@@ -86,7 +86,7 @@ class Builder {
                 "FiniteCheck::never skips none; use where_needed, or LossScale::fixed");
           }
         }
-        inspect("construction", state_.groups, 0, seen);
+        inspect(state_.groups, 0, seen);
         std::vector<LayoutLane> of_lanes;
         state_.for_each_lane([&](auto& lane) {
           using T = typename std::remove_cvref_t<decltype(lane)>::element;
@@ -107,7 +107,7 @@ class Builder {
   /// @param refusal why this rank can't, or empty
   void append(Opt added, std::string refusal) {
     or_abort("an add_param_group", [&] {
-      Inspection seen;
+      Inspection seen{.verb = "add_param_group"};
       std::optional<Layout<Partition>> grown;
       std::vector<Opt> more = state_.groups;
       more.push_back(std::move(added));
@@ -115,7 +115,7 @@ class Builder {
       try {
         if (!refusal.empty()) throw UsageError(refusal);
         zero::validate(more.back());
-        inspect("add_param_group", more, before, seen);
+        inspect(more, before, seen);
         require_appended(seen);
         grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
         require_flat(seen);
@@ -153,9 +153,7 @@ class Builder {
   }
 
   /// @param first what comes before it is known already
-  void inspect(const char* verb, const std::vector<Opt>& all_groups, std::size_t first,
-               Inspection& seen) {
-    seen.verb = verb;
+  void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
     if constexpr (State::steps_tensors) {
       for (std::size_t i = first; i < seen.parameters.size(); ++i) {
@@ -289,6 +287,7 @@ class Builder {
     if (!added.empty()) all.add(added.data(), added.size_bytes());
     mine.parameters = all.value();
     mine.count = added.size();
+    mine.identity = state_.identity;
     mine.address = reinterpret_cast<std::uintptr_t>(&state_);
     mine.refusal = to_text(refusal);
     state_.identity = require_agreement(state_.comm(), seen.verb, mine, added, [&](std::size_t i) {

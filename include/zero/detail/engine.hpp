@@ -71,7 +71,7 @@ class Engine {
     require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
-    if (mark == Mark::ready && !record_gradient(leader, verb)) {
+    if (mark == Mark::ready && !record_gradient(leader, verb, !accumulating_)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        " has a null gradient; give it memory, or call mark_absent");
     }
@@ -150,7 +150,18 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
-    Builder<State>(state_).append(std::move(options), std::move(refusal));
+    try {
+      way_.drain();
+    } catch (const std::exception& error) {
+      give_up(error.what(), false);
+      throw;
+    }
+    try {
+      Builder<State>(state_).append(std::move(options), std::move(refusal));
+    } catch (const UsageError&) {  // on all ranks
+      forget_round(false);
+      throw;
+    }
     marks_.grow();
     try {
       way_.rebuild();
@@ -252,8 +263,8 @@ class Engine {
     return true;
   }
 
-  /// Notes where a gradient lies; false where there is none.
-  bool record_gradient(std::size_t leader, const char* verb) {
+  /// Checks a gradient and `notes` where it lies; false where there is none.
+  bool record_gradient(std::size_t leader, const char* verb, bool notes = true) {
     return detail::visit_span(
         detail::parameter_at(state_.store(), leader).gradient(), [&](auto span) {
           using T = typename decltype(span)::value_type;
@@ -266,6 +277,7 @@ class Engine {
                 std::string(verb) + ": " + state_.name_of(leader) +
                 "'s gradient has another element type than its values; make them alike");
           }
+          if (!notes) return true;
           std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
           state_.present[leader] = 1;
           return true;

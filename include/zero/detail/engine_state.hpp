@@ -145,7 +145,7 @@ struct EngineState : EngineIdentity {
       using G = std::remove_cvref_t<decltype(*sum.sources[0])>;
       for (std::size_t at = 0; at < f.elements; at += sum_chunk) {
         const std::size_t count = std::min(sum_chunk, f.elements - at);
-        A* const kept = lane.reduced.data() + lane.owned[k].shard_begin + at;
+        A* const kept = keeps ? lane.reduced.data() + lane.owned[k].shard_begin + at : nullptr;
         const A* summed = kept;
         alignas(64) A chunk[sum_chunk];
         if constexpr (std::is_same_v<G, A>) {

@@ -44,9 +44,9 @@ struct ParameterInfo {
 
 struct Inspection {
   const char* verb = "construction";  ///< on whose behalf
-  std::vector<ParameterInfo> parameters;
-  std::vector<ParameterDigest> digests;
-  std::vector<LayoutParameter> places;  ///< its names point into `parameters`
+  std::vector<ParameterInfo> parameters{};
+  std::vector<ParameterDigest> digests{};
+  std::vector<LayoutParameter> places{};  ///< its names point into `parameters`
 };
 
 [[noreturn]] inline void refuse_parameter(const Inspection& seen, std::size_t index,
@@ -72,7 +72,8 @@ void refuse_separate_ties(S& store, const Inspection& seen) {
   };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::size_t leader = parameters[i].leader;
-    if (leader == i || parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
+    if (leader >= i) continue;  // none, or the layout refuses it
+    if (parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
     refuse_parameter(seen, i,
                      "is tied to " + quoted(leader, parameters[leader].name) +
                          " but shows other memory, which nobody would step; let both show the "

@@ -32,6 +32,7 @@ class SharedMemoryStep {
   void complete(std::size_t) noexcept {}
   void forget() noexcept {}
   void give_up() noexcept {}
+  void drain() noexcept {}
   void rebuild() noexcept {}
   [[nodiscard]] std::size_t staging_bytes() const noexcept { return 0; }
 
