@@ -158,6 +158,25 @@ class BareRebindable {
   std::shared_ptr<const void> owner_;
 };
 
+/// Its gradient may move, too.
+class BareGradientRebindable : public BareRebindable {
+ public:
+  explicit BareGradientRebindable(Tensor<float>& tensor)
+      : BareRebindable(tensor), tensor_(&tensor), gradient_(tensor.gradient) {}
+
+  std::span<float> gradient() const { return gradient_; }
+  void rebind_gradient(std::span<float> gradient, std::shared_ptr<const void> owner) {
+    gradient_ = gradient;
+    gradient_owner_ = std::move(owner);
+    tensor_->gradient = {};
+  }
+
+ private:
+  Tensor<float>* tensor_;
+  std::span<float> gradient_;
+  std::shared_ptr<const void> gradient_owner_;
+};
+
 /// Typed at run time: a lane of float and a lane of double.
 class BareVariantParameter {
  public:
@@ -329,9 +348,10 @@ struct BareWholeTensor : NotFromNothing {
   static constexpr std::array<const char*, 1> slots{"velocity"};
   void update(zero::TensorRef<float> tensor, std::array<std::span<float>, 1> state,
               std::int64_t) const {
+    const std::size_t extent = tensor.shape.empty() ? 1 : tensor.shape[0];
     for (std::size_t i = 0; i < tensor.values.size(); ++i) {
       state[0][i] += tensor.gradient[i];
-      tensor.values[i] -= state[0][i] / static_cast<float>(tensor.shape[0]);
+      tensor.values[i] -= state[0][i] / static_cast<float>(extent);
     }
   }
 };
@@ -654,6 +674,11 @@ struct BareArenaView : NotFromNothing {
   static constexpr zero::Residency values = zero::Residency::arena;
   static constexpr zero::Residency gradients = zero::Residency::caller;
   std::uint16_t bucket_bytes;
+};
+
+struct BareGradientArenaView : BareArenaView {
+  using BareArenaView::BareArenaView;
+  static constexpr zero::Residency gradients = zero::Residency::arena;
 };
 
 // ---- StagePolicy

@@ -106,6 +106,8 @@ ZERO_NEEDS(Parameter, BareParameter, gradient);
 static_assert(zero::Parameter<Scalar> && zero::Parameter<BareVariantParameter>);
 static_assert(!zero::RebindableParameter<BareParameter>);
 ZERO_NEEDS(RebindableParameter, BareRebindable, rebind);
+ZERO_NEEDS(RebindableGradient, BareGradientRebindable, rebind_gradient);
+static_assert(!zero::RebindableGradient<BareRebindable>);
 ZERO_NEEDS(RebindableParameter, BareRebindable, values);
 template <class Values, class Gradient = Values, class Shape = std::span<const std::size_t>>
 struct ParameterOf {
@@ -562,6 +564,38 @@ TEST_CASE("archetypes together, on several ranks", "[ranks]") {
   CHECK(all(shared, stay, BareWholeTensorPartition(0), SmallBuckets{96}));
   CHECK(all(buckets, move, BareWholeTensorPartition(0), BareArenaView(96)));
   CHECK(all(shared, move, BareCuttingPartition(1), BareArenaView(96)));
+  constexpr std::type_identity<BareStore<BareGradientRebindable>> move_both;
+  CHECK(all(buckets, move_both, BareCuttingPartition(1), BareGradientArenaView(96)));
+  CHECK(all(shared, move_both, FirstRankOnly{}, BareGradientArenaView(96)));
+}
+
+TEST_CASE("whole tensors in archetypes, on several ranks", "[ranks]") {
+  const int world = GENERATE(1, 2, 3, 5);
+  CAPTURE(world);
+  const Bits expected = on_ranks(world, [](zero::InProcessCommunicator& comm) {
+    Tensors tensors = model();
+    std::vector store = refs(tensors);
+    ZeroSharded optimizer{BareWholeTensor(0), store, comm, zero::BalancedPartition{},
+                          zero::Replicated{}};
+    return train(optimizer, store, comm.rank());
+  });
+  const auto all = [&]<class Comm, class Store>(std::type_identity<Comm>, std::type_identity<Store>,
+                                                auto view) {
+    return with_store<Store>(world, [&](Store& store, auto& comm) {
+             return ZeroSharded{BareWholeTensor(0),
+                                store,
+                                Comm(comm),
+                                BareWholeTensorPartition(0),
+                                view,
+                                BareStage(0),
+                                BarePrecision(0),
+                                BareObserver(0)};
+           }) == expected;
+  };
+  CHECK(all(std::type_identity<BareCommunicator>{}, std::type_identity<BareStore<BareParameter>>{},
+            SmallBuckets{96}));
+  CHECK(all(std::type_identity<BareSharedCommunicator>{},
+            std::type_identity<BareStore<BareGradientRebindable>>{}, BareGradientArenaView(96)));
 }
 
 TEST_CASE("a flat store", "[ranks]") {
