@@ -124,68 +124,68 @@ template <class X, class G, class T = typename X::value_type>
   for_each_pack([&](std::size_t i) { return (X::load(out + i) + load_pack<X>(next + i)) * scale; });
 }
 
-/// As `update_packs`, with gradients that are summed block by block.
-template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
-[[gnu::always_inline]] inline void update_packs_from_sum(
-    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
-    const Scalars& scalars, std::size_t packs) {
-  using T = typename X::value_type;
-  if constexpr (std::is_same_v<G, T>) {
-    if (sum.sources.size() == 1 && sum.scale == 1 && sum.sources[0] != nullptr) {  // as it is
-      update_packs<S, Rule, used, X>(arrays, sum.sources[0], scalars, packs, slot_indices<Rule>{});
-      return;
-    }
-  }
-  alignas(64) T summed[sum_block<T>];
-  constexpr std::size_t block = sum_block<T> / X::width;
-  for (std::size_t done = 0; done < packs; done += block) {
-    const std::size_t count = std::min(block, packs - done);
-    const std::size_t at = done * X::width;
-    sum_packs<X>(sum, at, count, summed);
-#if ZERO_VECTOR_TYPES
-    // The multiplication ends here: contracted with the rule's additions it would round once
-    // less.
-    asm("" : "+m"(summed));
-#endif
-    update_packs<S, Rule, used, X>(arrays.from(at, used), summed, scalars, count,
-                                   slot_indices<Rule>{});
-  }
-}
-
-// Flattened, so that the user's `update` is compiled inside, for the same instruction set.
-template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
+// Each loop is compiled once for the baseline and once for AVX2, without fma: products and sums are
+// never contracted, so both give the same bits. Sums and updates are functions of their own, a sum
+// shared by all rules; that a product ends with its function also keeps compilers from contracting
+// it with the rule's additions. Flattened, so that the user's `update` is compiled inside, for the
+// same instruction set.
+template <class S, class Rule, std::size_t used, class X, class Scalars>
 [[gnu::flatten, gnu::noinline]] void update_packs_baseline(
-    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+    const UpdateArrays<S, slot_count<Rule>>& arrays, const typename S::arithmetic* gradient,
     const Scalars& scalars, std::size_t packs) {
-  update_packs_from_sum<S, Rule, used, X>(arrays, sum, scalars, packs);
+  update_packs<S, Rule, used, X>(arrays, gradient, scalars, packs, slot_indices<Rule>{});
+}
+template <class X, class G>
+[[gnu::flatten, gnu::noinline]] void sum_packs_baseline(const GradientSum<G>& sum, std::size_t at,
+                                                        std::size_t packs,
+                                                        typename X::value_type* out) {
+  sum_packs<X>(sum, at, packs, out);
 }
 
 #if ZERO_AVX2_CLONES
-// Without fma: products and sums are never contracted, so both versions give the same bits.
-template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
+template <class S, class Rule, std::size_t used, class X, class Scalars>
 [[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void update_packs_avx2(
-    const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
+    const UpdateArrays<S, slot_count<Rule>>& arrays, const typename S::arithmetic* gradient,
     const Scalars& scalars, std::size_t packs) {
-  update_packs_from_sum<S, Rule, used, typename X::InAvx>(arrays, sum, scalars, packs);
+  update_packs<S, Rule, used, typename X::InAvx>(arrays, gradient, scalars, packs,
+                                                 slot_indices<Rule>{});
+}
+template <class X, class G>
+[[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void sum_packs_avx2(
+    const GradientSum<G>& sum, std::size_t at, std::size_t packs, typename X::value_type* out) {
+  sum_packs<typename X::InAvx>(sum, at, packs, out);
 }
 #endif
-
-template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
-void run_packs(const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
-               const Scalars& scalars, std::size_t packs) {
-  auto* run = &update_packs_baseline<S, Rule, used, X, G, Scalars>;
-#if ZERO_AVX2_CLONES
-  if (__builtin_cpu_supports("avx2")) run = &update_packs_avx2<S, Rule, used, X, G, Scalars>;
-#endif
-  run(arrays, sum, scalars, packs);
-}
 
 template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
 void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
                  const Scalars& scalars, std::size_t count) {
   using T = typename S::arithmetic;
+  auto* update = &update_packs_baseline<S, Rule, used, X, Scalars>;
+  auto* add = &sum_packs_baseline<X, G>;
+#if ZERO_AVX2_CLONES
+  if (__builtin_cpu_supports("avx2")) {
+    update = &update_packs_avx2<S, Rule, used, X, Scalars>;
+    add = &sum_packs_avx2<X, G>;
+  }
+#endif
+  const std::size_t packs = count / X::width;
+  const T* as_it_is = nullptr;
+  if constexpr (std::is_same_v<G, T>) {
+    if (sum.sources.size() == 1 && sum.scale == 1) as_it_is = sum.sources[0];
+  }
+  if (as_it_is != nullptr) {
+    update(arrays, as_it_is, scalars, packs);
+  } else {
+    alignas(64) T summed[sum_block<T>];
+    constexpr std::size_t block = sum_block<T> / X::width;
+    for (std::size_t done = 0; done < packs; done += block) {
+      const std::size_t some = std::min(block, packs - done);
+      add(sum, done * X::width, some, summed);
+      update(arrays.from(done * X::width, used), summed, scalars, some);
+    }
+  }
   const std::size_t rest = count % X::width;
-  run_packs<S, Rule, used, X>(arrays, sum, scalars, count / X::width);
   if (rest == 0) return;
   // The last elements go through the same loop, in a padded copy: where a shard is cut must not
   // decide which code computes an element.
@@ -211,8 +211,7 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
   };
   for (std::size_t slot = 0; slot != used; ++slot) tail.state[slot] = state[slot];
   for_each_array([&](auto* copy, auto* array) { std::memcpy(copy, array, rest * sizeof *array); });
-  const T* const source = gradient;
-  run_packs<S, Rule, used, X>(tail, GradientSum<T>{std::span(&source, 1), T(1)}, scalars, 1);
+  update(tail, gradient, scalars, 1);
   for_each_array([&](auto* copy, auto* array) { std::memcpy(array, copy, rest * sizeof *array); });
 }
 
