@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -52,20 +53,23 @@ struct CollectivesOnly : zero::InProcessCommunicator {
 static_assert(zero::Communicator<CollectivesOnly> &&
               !zero::SharedMemoryCommunicator<CollectivesOnly>);
 
-/// Allocations during steps 3 to 6 on all ranks together.
-template <class Comm, class Stage>
-std::size_t allocations_while_stepping(int world, Stage stage) {
+/// Allocations during steps 3 to 6 on all ranks together, unclipped and clipped in turns.
+template <class Comm, class T = float, class Stage, class Opt = zero::Adam,
+          class Partition = zero::ContiguousPartition>
+std::size_t allocations_while_stepping(int world, Stage stage, Opt rule = {},
+                                       Partition partition = {}) {
   allocations = 0;
   zero::run_ranks(world, [&](zero::InProcessCommunicator& in_process) {
     Comm comm(in_process);
-    std::vector<std::vector<float>> values(12, std::vector<float>(1000, 1.0F));
-    std::vector<std::vector<float>> gradients(12, std::vector<float>(1000, 0.5F));
-    std::vector<zero::ParamRef<float>> store;
+    std::vector<std::vector<T>> values(12, std::vector<T>(1000, T(1.0F)));
+    std::vector<std::vector<T>> gradients(12, std::vector<T>(1000, T(0.5F)));
+    std::vector<zero::ParamRef<T>> store;
     for (std::size_t i = 0; i < values.size(); ++i) {
       store.emplace_back("p" + std::to_string(i), values[i], gradients[i]);
     }
-    zero::ZeroSharded optimizer{zero::Adam{}, store, comm, stage, zero::NoView{4096}};
+    zero::ZeroSharded optimizer{rule, store, comm, stage, partition, zero::NoView{4096}};
     for (int step = 0; step < 6; ++step) {
+      optimizer.clip_grad_norm(step % 2 == 0 ? std::nullopt : std::optional(1.0));
       comm.barrier().wait();
       if (step == 2) counting = true;
       comm.barrier().wait();
@@ -95,6 +99,12 @@ TEST_CASE("a step allocates nothing") {
     CHECK(allocations_while_stepping<zero::InProcessCommunicator>(world, zero::Replicated{}) == 0);
     CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Stage1{}) == 0);
     CHECK(allocations_while_stepping<CollectivesOnly>(world, zero::Replicated{}) == 0);
+    using Half = zero::bfloat16;
+    using Shared = zero::InProcessCommunicator;
+    CHECK(allocations_while_stepping<Shared, Half>(world, zero::Stage1{}) == 0);
+    CHECK(allocations_while_stepping<CollectivesOnly, Half>(world, zero::Stage1{}) == 0);
+    CHECK(allocations_while_stepping<CollectivesOnly, Half>(world, zero::Replicated{}, zero::Lamb{},
+                                                            zero::BalancedPartition{}) == 0);
   }
 }
 
