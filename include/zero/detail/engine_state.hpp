@@ -353,6 +353,7 @@ struct EngineState : EngineIdentity {
         inspect(more, before, seen);
         require_appended(seen);
         grown.emplace(layout->appended(std::span(seen.places).subspan(before)));
+        if (View::values == Residency::caller) refuse_separate_ties(store(), seen);
         require_flat(seen);
       } catch (const UsageError& error) {
         if (world() == 1) throw;
@@ -447,6 +448,7 @@ struct EngineState : EngineIdentity {
         of_lanes.push_back({sizeof(T), view.bucket_bytes, flat});
       });
       made.emplace(seen.places, of_lanes, world(), partition);
+      if (View::values == Residency::caller) refuse_separate_ties(store(), seen);
       require_flat(seen);
     } catch (const UsageError& error) {
       if (world() == 1) throw;
@@ -469,7 +471,6 @@ struct EngineState : EngineIdentity {
         }
       }
     }
-    if (View::values == Residency::caller) refuse_separate_ties(store(), seen);
   }
 
   /// The store's first parameters are those of before, and what is new forms a group of its own.
