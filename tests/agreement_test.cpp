@@ -1373,7 +1373,13 @@ TEMPLATE_LIST_TEST_CASE("an addition that is refused changes nothing", "[agreeme
       {"a name twice", late("dense", {9}, {}, 1), {"parameter 6 ('dense')", "unique"}},
       {"a quantum of 0", late("late", {9}, {.quantum = 0}, 1), {"'late'", "quantum is 0"}},
       {"tied to an old one", late("late", {3}, {.alias = 1}, 1), {"'late'", "another group"}},
-      {"an alias of nothing", late("late", {3}, {.alias = 9}, 1), {"'late'"}},
+      {"an alias of nothing", late("late", {3}, {.alias = 9}, 1), {"'late'", "earlier"}},
+      {"a tie of new ones that don't share memory",
+       [](Model<float>& model) {
+         grow_rightly(model);
+         model.emplace_back("tie", Shape{9}, zero::Attributes{.alias = 6}, 1);
+       },
+       {"parameter 7 ('tie')", "tied to parameter 6 ('late')", "other memory"}},
       {"overlapping an owned one",
        [](Model<float>& model) {
          grow_rightly(model);
