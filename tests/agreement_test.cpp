@@ -48,14 +48,6 @@ struct Case {
   using way = W;
   using element = T;
 };
-template <class Ways, class... T>
-struct CasesOf;
-template <class... W, class... T>
-struct CasesOf<std::tuple<W...>, T...> {
-  template <class One>
-  using ways_for = std::tuple<Case<W, One>...>;
-  using type = decltype(std::tuple_cat(std::declval<ways_for<T>>()...));
-};
 // Each way with two element types, each type in two ways: all pairs take minutes to compile.
 using SharedStage1 = std::tuple_element_t<0, ranks::MainWays>;
 using SharedReplicated = std::tuple_element_t<1, ranks::MainWays>;
@@ -794,6 +786,11 @@ struct Typed {
   [[nodiscard]] Span gradient() const { return own_gradient; }
 };
 
+struct TypedIn : Typed {
+  std::size_t number;
+  [[nodiscard]] std::size_t group() const { return number; }
+};
+
 TEMPLATE_LIST_TEST_CASE("parameters of several types have one norm and one decision", "[agreement]",
                         ranks::MainWays) {
   using Way = TestType;
@@ -1142,9 +1139,9 @@ std::map<std::string, std::string> together(const std::vector<Grown>& ranks_of, 
 constexpr int grown_steps = 8;
 constexpr int added_before[]{0, 3, 5};  ///< the step before which each group comes
 
-template <class Way, class T>
+template <class Way, class T, class... More>
 std::vector<Grown> grow(int world, bool at_once, bool reserves, zero::Settings settings = {},
-                        std::optional<double> clip = {}) {
+                        std::optional<double> clip = {}, More... more) {
   std::vector<Grown> grown(static_cast<std::size_t>(world));
   ranks::rethrow_any(ranks::run(world, [&](zero::InProcessCommunicator inner) {
     Grown& mine = grown[static_cast<std::size_t>(inner.rank())];
@@ -1153,7 +1150,8 @@ std::vector<Grown> grow(int world, bool at_once, bool reserves, zero::Settings s
     for (std::size_t g = 0; g < (at_once ? 3 : 1); ++g) add_group(store, g);
     std::vector<zero::Sgd> rules(group_rules.begin(), group_rules.begin() + (at_once ? 3 : 1));
     auto comm = Way::wrap(inner);
-    auto optimizer = Way::optimizer(zero::Groups<zero::Sgd>(rules), store, comm, settings);
+    auto optimizer =
+        Way::optimizer(zero::Groups<zero::Sgd>(rules), store, comm, settings, 64, More(more)...);
     optimizer.clip_grad_norm(clip);
     for (int step = 0; step < grown_steps; ++step) {
       const std::size_t before = store.size();
@@ -1215,38 +1213,32 @@ std::vector<Grown> grow(int world, bool at_once, bool reserves, zero::Settings s
 }
 
 template <class View>
-using WaysWith =
-    std::tuple<ranks::Way<true, zero::Stage1, View>, ranks::Way<true, zero::Replicated, View>,
-               ranks::Way<false, zero::Stage1, View>, ranks::Way<false, zero::Replicated, View>>;
-using Views = decltype(std::tuple_cat(std::declval<WaysWith<zero::NoView>>(),
-                                      std::declval<WaysWith<zero::ParamView>>(),
-                                      std::declval<WaysWith<zero::ParamAndGradView>>()));
-template <class View>
 using Sharded =
     std::tuple<ranks::Way<true, zero::Stage1, View>, ranks::Way<false, zero::Stage1, View>>;
-using GrowingCases = decltype(std::tuple_cat(
-    std::declval<CasesOf<Views, float>::type>(),
-    std::declval<CasesOf<WaysWith<zero::NoView>, zero::bfloat16>::type>(),
-    std::declval<CasesOf<Sharded<zero::ParamView>, zero::bfloat16>::type>(),
-    std::declval<CasesOf<Sharded<zero::ParamAndGradView>, zero::bfloat16>::type>(),
-    std::declval<CasesOf<Sharded<zero::NoView>, double, zero::float16>::type>()));
+// Every view and every type in several ways.
+using GrowingCases =
+    std::tuple<Case<SharedStage1, float>, Case<BucketsStage1, double>,
+               Case<BucketsReplicated, zero::bfloat16>,
+               Case<ranks::Way<true, zero::Stage1, zero::ParamView>, zero::bfloat16>,
+               Case<ranks::Way<false, zero::Replicated, zero::ParamView>, float>,
+               Case<ranks::Way<true, zero::Stage1, zero::ParamAndGradView>, zero::float16>,
+               Case<ranks::Way<false, zero::Stage1, zero::ParamAndGradView>, zero::bfloat16>,
+               Case<ranks::Way<true, zero::Replicated, zero::ParamAndGradView>, float>>;
 
-TEMPLATE_LIST_TEST_CASE("groups added later are as if they had been absent", "[agreement]",
-                        GrowingCases) {
-  using Way = typename TestType::way;
-  using T = typename TestType::element;
+template <class Way, class T, class... More>
+void check_growth(More... more) {
   const bool sharded = Way::stage::shards_state;
   for (const int world : {1, 2, 3, 4}) {
     for (const bool looks : {false, true}) {
-      const zero::Settings settings{.loss_scale = looks ? std::optional(zero::LossScale::fixed(2))
-                                                        : std::nullopt};
+      zero::Settings settings;
+      if (looks) settings.loss_scale = zero::LossScale::fixed(2);
       const std::optional<double> clip = looks ? std::optional(0.75) : std::nullopt;
-      const auto right = grow<Way, T>(world, true, true, settings, clip);
+      const auto right = grow<Way, T>(world, true, true, settings, clip, more...);
       const auto state = together(right, sharded);
-      CHECK(state.size() == (sizeof(T) == 2 ? 10 : 5));
+      CHECK(state.size() == (sizeof(T) == 2 ? 10 : 5));  // nothing of "none", frozen, tied
       for (const bool reserves : {true, false}) {
         INFO("world " << world << ", looks " << looks << ", reserves " << reserves);
-        const auto grown = grow<Way, T>(world, false, reserves, settings, clip);
+        const auto grown = grow<Way, T>(world, false, reserves, settings, clip, more...);
         CHECK((together(grown, sharded) == state));
         for (std::size_t r = 0; r < grown.size(); ++r) {
           INFO("rank " << r);
@@ -1261,6 +1253,42 @@ TEMPLATE_LIST_TEST_CASE("groups added later are as if they had been absent", "[a
         }
       }
     }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("groups added later are as if they had been absent", "[agreement]",
+                        GrowingCases) {
+  check_growth<typename TestType::way, typename TestType::element>();
+}
+
+TEMPLATE_LIST_TEST_CASE("groups of whole tensors added later are, too", "[agreement]",
+                        Sharded<zero::NoView>) {
+  check_growth<TestType, float>(zero::BalancedPartition{});
+}
+
+TEMPLATE_LIST_TEST_CASE("once 16-bit parameters are added, gradients are checked", "[agreement]",
+                        ranks::MainWays) {
+  using Way = TestType;
+  for (const int world : {1, 3}) {
+    INFO("world " << world);
+    std::vector<Seen> seen(static_cast<std::size_t>(world));
+    ranks::rethrow_any(ranks::run(world, [&](zero::InProcessCommunicator inner) {
+      Seen& mine = seen[static_cast<std::size_t>(inner.rank())];
+      std::vector<float> f(19, 1), gf(19, 2);
+      std::vector<zero::bfloat16> h(21, zero::bfloat16(1)), gh(21, zero::bfloat16(3));
+      std::vector<TypedIn> store{{{"single", {19}, std::span(f), std::span(gf)}, 0}};
+      auto comm = Way::wrap(inner);
+      auto optimizer = Way::optimizer(zero::Sgd{.lr = 1}, store, comm);
+      optimizer.step();
+      store.push_back({{"half", {21}, std::span(h), std::span(gh)}, 1});
+      optimizer.add_param_group({.lr = 0.5});
+      if (inner.rank() == world - 1) gf[18] = static_cast<float>(nan);
+      if (optimizer.step().outcome().applied) mine.wrong.push_back("applied");
+      gf[18] = 2;
+      if (!optimizer.step().outcome().applied) mine.wrong.push_back("skipped");
+      if (f[18] != -3 || static_cast<float>(h[20]) != -0.5F) mine.wrong.push_back("values");
+    }));
+    check_none_wrong(seen);
   }
 }
 
@@ -1341,7 +1369,13 @@ TEMPLATE_LIST_TEST_CASE("an addition that is refused changes nothing", "[agreeme
       {"a name twice", late("dense", {9}, {}, 1), {"parameter 6 ('dense')", "unique"}},
       {"a quantum of 0", late("late", {9}, {.quantum = 0}, 1), {"'late'", "quantum is 0"}},
       {"tied to an old one", late("late", {3}, {.alias = 1}, 1), {"'late'", "another group"}},
-      {"an alias of nothing", late("late", {3}, {.alias = 9}, 1), {"'late'"}},
+      {"an alias of nothing", late("late", {3}, {.alias = 9}, 1), {"'late'", "earlier"}},
+      {"a tie of new ones that don't share memory",
+       [](Model<float>& model) {
+         grow_rightly(model);
+         model.emplace_back("tie", Shape{9}, zero::Attributes{.alias = 6}, 1);
+       },
+       {"parameter 7 ('tie')", "tied to parameter 6 ('late')", "other memory"}},
       {"overlapping an owned one",
        [](Model<float>& model) {
          grow_rightly(model);
@@ -1490,6 +1524,43 @@ TEMPLATE_LIST_TEST_CASE("a group that needs more state on one rank only is refus
     std::vector<Failure> failures;
     for (const Seen& one : seen) failures.push_back(one.failures.at(0));
     check_refused(failures, {"add_param_group", "rank 1 differs from rank 0", "momentum"});
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("ranks that add to different optimizers are refused", "[agreement]",
+                        ranks::MainWays) {
+  using Way = TestType;
+  for (const int world : {2, 4}) {
+    std::vector<Seen> seen(static_cast<std::size_t>(world));
+    ranks::rethrow_any(ranks::run(world, [&](zero::InProcessCommunicator inner) {
+      Seen& mine = seen[static_cast<std::size_t>(inner.rank())];
+      const int last = world - 1;
+      Model<float> large, small;  // of other sizes, in as many buckets
+      large.emplace_back("w", std::vector<std::size_t>{400});
+      small.emplace_back("w", std::vector<std::size_t>{397});
+      auto comm = Way::wrap(inner);
+      auto first = Way::optimizer(rule, large, comm);
+      auto second = Way::optimizer(rule, small, comm);
+      grow_rightly(large);
+      grow_rightly(small);
+      mine.failures.push_back(ranks::attempt([&] {
+        if (inner.rank() == last) {
+          second.add_param_group(rule);
+        } else {
+          first.add_param_group(rule);
+        }
+      }));
+      first.add_param_group(rule);
+      second.add_param_group(rule);
+      first.step();
+      second.step();
+      if (first.steps(1) != 1 || second.steps(1) != 1) mine.wrong.push_back("steps");
+    }));
+    check_none_wrong(seen);
+    std::vector<Failure> failures;
+    for (const Seen& one : seen) failures.push_back(one.failures.at(0));
+    check_refused(failures, {"add_param_group", "rank " + std::to_string(world - 1),
+                             "another optimizer of the communicator"});
   }
 }
 

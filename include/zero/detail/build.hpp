@@ -94,6 +94,7 @@ class Builder {
           of_lanes.push_back({sizeof(T), state_.view.bucket_bytes, flat});
         });
         made.emplace(seen.places, of_lanes, state_.world(), partition);
+        if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
         require_flat(seen);
       } catch (const UsageError& error) {
         if (state_.world() == 1) throw;
@@ -118,6 +119,7 @@ class Builder {
         inspect(more, before, seen);
         require_appended(seen);
         grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
+        if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
         require_flat(seen);
       } catch (const UsageError& error) {
         if (state_.world() == 1) throw;
@@ -166,7 +168,6 @@ class Builder {
         }
       }
     }
-    if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
   }
 
   /// The store's first parameters are those of before, and what is new forms a group of its own.

@@ -62,7 +62,7 @@ decltype(auto) parameter_at(S& store, std::size_t i) {
 }
 
 /// Refuses ties without shared memory. Only where values stay with the caller; elsewhere tied
-/// parameters are moved to one place.
+/// parameters are moved to one place. The layout must have accepted the ties.
 template <ParamStore S>
 void refuse_separate_ties(S& store, const Inspection& seen) {
   const std::vector<ParameterInfo>& parameters = seen.parameters;
@@ -72,8 +72,7 @@ void refuse_separate_ties(S& store, const Inspection& seen) {
   };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::size_t leader = parameters[i].leader;
-    if (leader >= i) continue;  // none, or the layout refuses it
-    if (parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
+    if (leader == i || parameters[i].elements == 0 || memory(i) == memory(leader)) continue;
     refuse_parameter(seen, i,
                      "is tied to " + quoted(leader, parameters[leader].name) +
                          " but shows other memory, which nobody would step; let both show the "
