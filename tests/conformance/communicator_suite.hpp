@@ -38,8 +38,17 @@ std::size_t world_size(const Comm& comm) {
   return static_cast<std::size_t>(comm.size());
 }
 
-/// Element `i` of rank `rank`'s data: magnitudes from 1e-6 to 1e6, so that another order of
-/// summation gives other bits.
+template <class T>
+T stored(zero::arithmetic_t<T> x) {
+  return zero::element_traits<T>::store(x);
+}
+template <class T>
+zero::arithmetic_t<T> loaded(T x) {
+  return zero::element_traits<T>::load(x);
+}
+
+/// Element `i` of rank `rank`'s data: magnitudes from 1e-6 to 1e6 (1e-8 to 1e4 where more would
+/// overflow), so that another order of summation gives other bits.
 template <class T>
 T value(std::size_t rank, std::size_t i, std::uint64_t salt) {
   std::uint64_t x = (i + 1) * 0x9e3779b97f4a7c15U + (rank + 1) * 0xc2b2ae3d27d4eb4fU + salt;
@@ -48,7 +57,8 @@ T value(std::size_t rank, std::size_t i, std::uint64_t salt) {
   x ^= x >> 32U;
   constexpr double magnitudes[] = {1e-6, 1e-3, 1.0, 1e3, 1e6};
   const double unit = static_cast<double>(x >> 12U) / static_cast<double>(1ULL << 52U);
-  return static_cast<T>((2 * unit - 1) * magnitudes[x % 5]);
+  const double fits = zero::element_traits<T>::type == zero::ElementType::float16 ? 1e-2 : 1;
+  return stored<T>(static_cast<zero::arithmetic_t<T>>((2 * unit - 1) * magnitudes[x % 5] * fits));
 }
 
 template <class T>
@@ -62,16 +72,20 @@ std::vector<T> data_of(std::size_t rank, std::size_t count, std::uint64_t salt) 
 template <class T>
 std::vector<T> reduced(std::size_t ranks, std::size_t count, std::uint64_t salt,
                        zero::ReduceOp op) {
-  std::vector<T> result = data_of<T>(0, count, salt);
+  std::vector<zero::arithmetic_t<T>> result;
+  for (const T x : data_of<T>(0, count, salt)) result.push_back(loaded(x));
   for (std::size_t r = 1; r < ranks; ++r) {
-    const std::vector<T> x = data_of<T>(r, count, salt);
+    const std::vector<T> data = data_of<T>(r, count, salt);
     for (std::size_t i = 0; i < count; ++i) {
-      if (op == zero::ReduceOp::sum) result[i] += x[i];
-      if (op == zero::ReduceOp::min) result[i] = std::min(result[i], x[i]);
-      if (op == zero::ReduceOp::max) result[i] = std::max(result[i], x[i]);
+      const auto x = loaded(data[i]);
+      if (op == zero::ReduceOp::sum) result[i] += x;
+      if (op == zero::ReduceOp::min) result[i] = std::min(result[i], x);
+      if (op == zero::ReduceOp::max) result[i] = std::max(result[i], x);
     }
   }
-  return result;
+  std::vector<T> rounded;
+  for (const auto x : result) rounded.push_back(stored<T>(x));
+  return rounded;
 }
 
 template <class T>
@@ -82,7 +96,8 @@ void require_same_bits(std::span<const T> found, std::span<const T> expected,
   for (std::size_t i = 0; i < found.size(); ++i) {
     require(std::memcmp(&found[i], &expected[i], sizeof(T)) == 0,
             what + ": element " + std::to_string(i) + " of " + std::to_string(found.size()) +
-                " is " + std::to_string(found[i]) + ", not " + std::to_string(expected[i]));
+                " is " + std::to_string(loaded(found[i])) + ", not " +
+                std::to_string(loaded(expected[i])));
   }
 }
 template <class T>
@@ -121,7 +136,7 @@ void check_reduce_scatter(Comm& comm) {
       const std::vector<T> expected(begin, begin + static_cast<std::ptrdiff_t>(n));
 
       const std::vector<T> original = data_of<T>(me, n * k, n);
-      std::vector<T> input = original, output(n, T(-1));
+      std::vector<T> input = original, output(n, stored<T>(-1));
       comm.reduce_scatter(std::span<const T>(input), std::span<T>(output), op).wait();
       require_same_bits(output, expected, what);
       require_same_bits(input, original, what + ", which changed its input");
@@ -349,7 +364,7 @@ void check_usage_errors(Comm& comm) {
   const std::size_t k = world_size(comm), me = own_rank(comm), n = 4;
   const std::string rank = "rank " + std::to_string(me);
   using zero::ReduceOp;
-  std::vector<T> small(n, T(1)), large(n * k + 1, T(1)), other(n * k, T(1));
+  std::vector<T> small(n, stored<T>(1)), large(n * k + 1, stored<T>(1)), other(n * k, stored<T>(1));
   const std::span<T> slice(small);
   const std::span<const T> const_slice(small), odd(large), whole(large.data(), n * k);
   const std::vector<std::size_t> counts(k, n), too_many(k + 1, n), too_large(k, n + 1);
@@ -411,9 +426,10 @@ void check_usage_errors(Comm& comm) {
       {"all_to_all_v", "disjoint"});
 
   comm.all_reduce(null, ReduceOp::sum).wait();  // nothing is null, and right
-  std::vector<T> after(3, T(1));
+  std::vector<T> after(3, stored<T>(1));
   comm.all_reduce(std::span<T>(after), ReduceOp::sum).wait();
-  require(after[2] == static_cast<T>(k), "operations after usage errors");
+  require(loaded(after[2]) == static_cast<zero::arithmetic_t<T>>(k),
+          "operations after usage errors");
 }
 
 /// Ranks read each other's memory in meetings, with other operations under way.

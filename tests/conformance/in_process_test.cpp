@@ -13,8 +13,10 @@
 
 #include "catch.hpp"
 #include "communicator_suite.hpp"
+#include "zero/bfloat16.hpp"
 #include "zero/comm/fault_injector.hpp"
 #include "zero/comm/in_process.hpp"
+#include "zero/float16.hpp"
 
 namespace {
 
@@ -50,6 +52,8 @@ TEST_CASE("in-process: conformance", "[comm]") {
     CHECK_NOTHROW(zero::run_ranks(size, [](InProcessCommunicator& comm) {
       zero_test::check_communicator<float>(comm);
       zero_test::check_communicator<double>(comm);
+      zero_test::check_communicator<zero::bfloat16>(comm);
+      zero_test::check_communicator<zero::float16>(comm);
     }));
   }
 }
