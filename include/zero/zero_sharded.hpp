@@ -301,7 +301,8 @@ class ZeroSharded {
   /// ranks is at most `max_norm`, by max_norm / (norm + 1e-6) as PyTorch's `clip_grad_norm_` does.
   /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it. The same on all
   /// ranks, before the first gradient of a step is marked. Gradients need room once they are
-  /// summed: 4 bytes (double: 8) an element of the shard, allocated here. Throws `UsageError` for a
+  /// summed: 4 bytes (double: 8) an element of the shard, allocated here. Of `double`
+  /// gradients above 1e153 the squares overflow, and the step is skipped. Throws `UsageError` for a
   /// norm that is not above 0.
   void clip_grad_norm(std::optional<double> max_norm) { engine_->clip(max_norm); }
 

@@ -306,9 +306,10 @@ Result run_serial(const Case& c, const std::vector<Opt>& groups, std::uint64_t s
   Result result;
   result.steps.resize(c.shapes.size());
   const std::size_t slots = most_slots(groups);
-  std::size_t next = 0;
+  using Elements = zero::detail::TypeList<T...>;
   std::tuple<SerialLane<zero::detail::Storage<T, Precision>>...> lanes{
-      SerialLane<zero::detail::Storage<T, Precision>>(c, next++, sizeof...(T) == 1, slots)...};
+      SerialLane<zero::detail::Storage<T, Precision>>(c, zero::detail::lane_of<T, Elements>::value,
+                                                      sizeof...(T) == 1, slots)...};
   const auto for_each_lane = [&](auto&& body) {
     std::apply([&](auto&... lane) { (body(lane), ...); }, lanes);
   };

@@ -67,24 +67,15 @@ class Builder {
       try {
         if (state_.groups.empty()) throw UsageError("construction: zero::Groups is empty");
         for (const Opt& group : state_.groups) zero::validate(group);
-        const double scale = state_.scaling.of_sums();
-        if (!(scale - scale == 0)) {
-          throw UsageError("construction: Settings::gradient_scale is " + std::to_string(scale) +
-                           "; it must be a finite number");
+        try {
+          state_.scaling.validate();
+        } catch (const UsageError& error) {
+          throw UsageError(std::string("construction: ") + error.what());
         }
         if (state_.settings.flush_denormals && !can_flush_denormals) {
           throw UsageError(
               "construction: Settings::flush_denormals is on, but zero does not know how to flush "
               "them on this processor; leave it off");
-        }
-        if (state_.settings.loss_scale) {
-          state_.settings.loss_scale->validate();
-          if (state_.settings.loss_scale->is_dynamic() &&
-              state_.settings.finite_check == FiniteCheck::never) {
-            throw UsageError(
-                "construction: a dynamic loss scale learns from skipped steps, but "
-                "FiniteCheck::never skips none; use where_needed, or LossScale::fixed");
-          }
         }
         inspect(state_.groups, 0, seen);
         std::vector<LayoutLane> of_lanes;

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <string>
 
 #include "zero/detail/findings.hpp"
+#include "zero/error.hpp"
 #include "zero/loss_scale.hpp"
 #include "zero/settings.hpp"
 
@@ -19,6 +21,31 @@ class Scaling {
  public:
   Scaling(const Settings& settings, int world) : settings_(&settings), world_(world) {
     if (settings.loss_scale) loss_scale_ = settings.loss_scale->scale;
+  }
+
+  /// Throws `UsageError` for settings that make no sense.
+  void validate() const {
+    const double scale = of_sums();
+    if (!std::isfinite(scale)) {
+      throw UsageError("Settings::gradient_scale is " + std::to_string(scale) +
+                       "; it must be a finite number");
+    }
+    if (!settings_->loss_scale) return;
+    const LossScale& loss = *settings_->loss_scale;
+    loss.validate();
+    if (is_dynamic() && settings_->finite_check == FiniteCheck::never) {
+      throw UsageError(
+          "a dynamic loss scale learns from skipped steps, but FiniteCheck::never skips none; use "
+          "where_needed, or LossScale::fixed");
+    }
+    for (const double divisor : {loss.scale, is_dynamic() ? loss.minimum : loss.scale,
+                                 is_dynamic() ? loss.maximum : loss.scale}) {
+      const auto factor = static_cast<float>(scale / divisor);
+      if (std::isfinite(factor) && (factor != 0 || scale == 0)) continue;
+      throw UsageError("loss scale: gradients, which are multiplied by " + std::to_string(scale) +
+                       ", can't be divided by " + std::to_string(divisor) +
+                       " in float; use a scale nearer to 1");
+    }
   }
 
   std::optional<double> max_norm{};  ///< gradients are clipped to it
