@@ -54,6 +54,7 @@ namespace {
 
 namespace views = zero::views;
 using views::LaneFragment;
+using zero::Fragment;
 using zero::Interval;
 using zero::LayoutLane;
 using zero::LayoutParameter;
@@ -99,6 +100,17 @@ class Draw {
  private:
   std::mt19937 engine_;
 };
+
+//! [LaneRun]
+/// The first elements of the first lane.
+struct Head {
+  const zero::Layout<>* layout;
+  zero::Interval interval;
+  std::size_t lane = 0;
+  std::size_t bucket = 0;
+};
+//! [LaneRun]
+static_assert(zero::views::LaneRun<Head>);
 
 struct Case {
   std::vector<LayoutParameter> parameters;
@@ -429,4 +441,17 @@ TEST_CASE("describe: names are any random-access range of texts, one for each pa
   const std::array<const char*, 1> few{"a"};
   CHECK(message_of([&] { (void)zero::describe(layout, few); }) ==
         "describe: 1 names for 4 parameters");
+}
+
+TEST_CASE("fragments: of runs of a user's own") {
+  const Layout layout = small_layout();
+  const std::vector<Head> heads{{&layout, {0, 5}}, {&layout, {2, 9}}};
+  std::vector<Fragment> found;
+  for (const auto& f : heads | zero::views::fragments) found.push_back(f);
+  std::vector<Fragment> wanted;
+  for (const Head& head : heads) {
+    for (const Fragment& f : layout.fragments(0, head.interval)) wanted.push_back(f);
+  }
+  CHECK(found == wanted);
+  CHECK(found.size() == 2);  // one in each
 }
