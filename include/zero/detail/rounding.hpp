@@ -71,11 +71,11 @@ ZERO_HOST_DEVICE constexpr std::uint32_t noise_bits(NoiseKey key, std::uint32_t 
 
 /// A bfloat16 around `x`, which is up by `noise16` / 2^16 of the distance between the two: the
 /// upper one if that's past it. Infinity past the largest finite one with that same probability.
-/// NaN becomes quiet.
+/// NaN becomes that of all bits set.
 ZERO_HOST_DEVICE constexpr std::uint16_t stochastic_bfloat16(float x,
                                                              std::uint32_t noise16) noexcept {
   const auto bits = __builtin_bit_cast(std::uint32_t, x);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>(bits >> 16 | 0x40U);
+  if ((bits & 0x7fffffffU) > 0x7f800000U) return 0xffffU;
   return static_cast<std::uint16_t>((bits + noise16) >> 16);
 }
 

@@ -98,30 +98,37 @@ template <class X, class G, class T = typename X::value_type>
   const auto source = [&](std::size_t r) {
     return sum.sources[r] == nullptr ? zeros<G> : sum.sources[r] + at;
   };
-  const auto for_each_pack = [&](auto&& result) {
-    for (std::size_t i = 0; i < packs * X::width; i += X::width) result(i).store(out + i);
-  };
+  const std::size_t end = packs * X::width;
   const X scale(sum.scale);
   const std::size_t last = sum.sources.size() - 1;
+  // Plain loops: g++ 12 doesn't flatten what lambdas call.
   const G* const first = source(0);
   if (last == 0) {
-    for_each_pack([&](std::size_t i) { return load_pack<X>(first + i) * scale; });
+    for (std::size_t i = 0; i < end; i += X::width) {
+      (load_pack<X>(first + i) * scale).store(out + i);
+    }
     return;
   }
-  const G* const second = source(1);
+  const G* next = source(1);
   if (last == 1) {
-    for_each_pack([&](std::size_t i) {
-      return (load_pack<X>(first + i) + load_pack<X>(second + i)) * scale;
-    });
+    for (std::size_t i = 0; i < end; i += X::width) {
+      ((load_pack<X>(first + i) + load_pack<X>(next + i)) * scale).store(out + i);
+    }
     return;
   }
-  for_each_pack([&](std::size_t i) { return load_pack<X>(first + i) + load_pack<X>(second + i); });
-  for (std::size_t r = 2; r < last; ++r) {
-    const G* const next = source(r);
-    for_each_pack([&](std::size_t i) { return X::load(out + i) + load_pack<X>(next + i); });
+  for (std::size_t i = 0; i < end; i += X::width) {
+    (load_pack<X>(first + i) + load_pack<X>(next + i)).store(out + i);
   }
-  const G* const next = source(last);
-  for_each_pack([&](std::size_t i) { return (X::load(out + i) + load_pack<X>(next + i)) * scale; });
+  for (std::size_t r = 2; r < last; ++r) {
+    next = source(r);
+    for (std::size_t i = 0; i < end; i += X::width) {
+      (X::load(out + i) + load_pack<X>(next + i)).store(out + i);
+    }
+  }
+  next = source(last);
+  for (std::size_t i = 0; i < end; i += X::width) {
+    ((X::load(out + i) + load_pack<X>(next + i)) * scale).store(out + i);
+  }
 }
 
 // Each loop is compiled once for the baseline and once for AVX2, without fma: products and sums are
