@@ -17,8 +17,7 @@ inline constexpr double roof_bytes = 28;  ///< an element
 
 /// The same for bfloat16 parameters with masters: reads p, g (2 bytes each), w, m and v, writes p,
 /// w, m and v.
-void roof_16(std::uint16_t* p, const std::uint16_t* g, float* w, float* m, float* v,
-             std::size_t n);
+void roof_16(std::uint16_t* p, const std::uint16_t* g, float* w, float* m, float* v, std::size_t n);
 inline constexpr double roof_16_bytes = 28;  ///< an element; p is written unread
 
 /// Adam without weight decay.

@@ -4,7 +4,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <zero/bfloat16.hpp>
+#include <zero/detail/denormals.hpp>
 #include <zero/detail/storage.hpp>
 #include <zero/detail/update_loop.hpp>
 #include <zero/memory.hpp>
@@ -123,9 +125,7 @@ const Row stochastic("update/stochastic", [](Sheet& sheet) {
   const zero::Adam rule;
   const AdamScalars scalars = rule.scalars<float>(1000);
   const Pairs pairs = run_pairs(
-      [&] {
-        update_half<zero::Rounding::stochastic>(arrays, rule, scalars, 0, half_elements);
-      },
+      [&] { update_half<zero::Rounding::stochastic>(arrays, rule, scalars, 0, half_elements); },
       [&] { update_half<zero::Rounding::nearest>(arrays, rule, scalars, 0, half_elements); }, 21);
   const double bytes = roof_16_bytes * static_cast<double>(half_elements);
   sheet.ratio("", pairs, at_most(1.3),
@@ -134,7 +134,7 @@ const Row stochastic("update/stochastic", [](Sheet& sheet) {
 });
 
 /// State that has decayed below the smallest normal number, as of parameters that get no gradient.
-const Row denormal("update/denormal", [](Sheet& sheet) {
+void measure_denormal(Sheet& sheet, int threads, bool flushes, std::optional<Bound> bound) {
   const std::size_t n = std::size_t{32} << 20;
   struct State {
     explicit State(std::size_t count, float size, float slope)
@@ -149,17 +149,30 @@ const Row denormal("update/denormal", [](Sheet& sheet) {
   State tiny(n, 1e-39F, 0), normal(n, 1e-3F, 1e-3F);
   const zero::Adam rule;
   const AdamScalars scalars = rule.scalars<float>(1000);
+  const std::size_t share = n / static_cast<std::size_t>(threads);
+  Team team(threads);
   const auto step = [&](State& of) {
-    const zero::detail::UpdateArrays<Plain, 3> all{
-        of.p.data(), nullptr, {of.m.data(), of.v.data(), nullptr}};
-    zero::detail::update_elements(rule, scalars, all, of.g.data(), n);
+    team.run([&](int rank) {
+      const zero::detail::FlushDenormals flush(flushes);
+      const std::size_t at = static_cast<std::size_t>(rank) * share;
+      const zero::detail::UpdateArrays<Plain, 3> mine{
+          of.p.data() + at, nullptr, {of.m.data() + at, of.v.data() + at, nullptr}};
+      zero::detail::update_elements(rule, scalars, mine, of.g.data() + at, share);
+    });
   };
   const Pairs pairs = run_pairs([&] { step(tiny); }, [&] { step(normal); }, 21);
   const double bytes = roof_bytes * static_cast<double>(n);
-  sheet.ratio("", pairs, at_most(1.2),
-              "fp32 Adam, 1 thread: denormal moments " + rate(bytes, pairs.subject) + ", normal " +
+  sheet.ratio("", pairs, bound,
+              "fp32 Adam: denormal moments " + rate(bytes, pairs.subject) + ", normal ones " +
                   rate(bytes, pairs.reference));
-});
+}
+
+const Row denormal("update/denormal",
+                   [](Sheet& sheet) { measure_denormal(sheet, 2, false, at_most(1.2)); });
+const Row denormal_alone("update/denormal_1_thread",
+                         [](Sheet& sheet) { measure_denormal(sheet, 1, false, {}); });
+const Row denormal_flushed("update/denormal_flushed",
+                           [](Sheet& sheet) { measure_denormal(sheet, 1, true, at_most(1.2)); });
 
 const Row half_one_thread("update/bf16_1_thread", [](Sheet& s) { measure_half(s, 1, .85); });
 const Row half_two_threads("update/bf16_2_threads", [](Sheet& s) { measure_half(s, 2, .85); });
