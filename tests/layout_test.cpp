@@ -1065,3 +1065,57 @@ TEST_CASE("layout: wrong arguments are UsageErrors that name the parameter") {
   const std::vector<LayoutLane> flat{{.foreign = true}};
   CHECK_THROWS_AS(zero::Layout<LeastLoaded>(std::vector{ten}, flat, 2), zero::UsageError);
 }
+
+namespace {
+
+/// `ContiguousPartition` that breaks its word at one rank.
+struct Wrong {
+  static constexpr bool cuts_tensors = true;
+  int where = 0;
+  std::size_t instead = 0;
+  std::size_t cut(std::size_t elements, std::size_t alignment, int world, int rank) const {
+    return rank == where ? instead
+                         : zero::ContiguousPartition{}.cut(elements, alignment, world, rank);
+  }
+};
+struct NotEven : Wrong {
+  static constexpr bool even = true;
+};
+
+template <class Partition>
+std::string refusal_of(Partition partition) {
+  const std::vector<LayoutParameter> parameters{{.elements = 1003}};
+  const LayoutLane lane;
+  try {
+    const zero::Layout<Partition> layout(parameters, std::span(&lane, 1), 3, partition);
+  } catch (const zero::UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("layout: a partition that does not keep its word is refused") {
+  using Catch::Matchers::ContainsSubstring;
+  CHECK(refusal_of(Wrong{.where = -1}).empty());
+  CHECK_THAT(refusal_of(Wrong{.where = 0, .instead = 252}),
+             ContainsSubstring("cut(1008, 4, 3, 0) is 252, but it must be 0"));
+  CHECK_THAT(refusal_of(Wrong{.where = 3, .instead = 756}),
+             ContainsSubstring("cut(1008, 4, 3, 3) is 756, but it must be all elements"));
+  CHECK_THAT(refusal_of(Wrong{.where = 2, .instead = 8}), ContainsSubstring("no less than"));
+  CHECK_THAT(refusal_of(Wrong{.where = 1, .instead = 2000}), ContainsSubstring("in the bucket"));
+  CHECK_THAT(refusal_of(Wrong{.where = 1, .instead = 338}), ContainsSubstring("the alignment"));
+  CHECK(refusal_of(Wrong{.where = 1, .instead = 340}).empty());
+  CHECK_THAT(refusal_of(NotEven{{.where = 1, .instead = 340}}), ContainsSubstring("it is even"));
+}
+
+TEST_CASE("layout: the fingerprint tells partitions apart") {
+  const std::vector<LayoutParameter> parameters{{.elements = 1003}};
+  const LayoutLane lane;
+  const auto fingerprint = [&](const auto& partition) {
+    return zero::Layout(parameters, std::span(&lane, 1), 3, partition).fingerprint();
+  };
+  CHECK(fingerprint(Wrong{.where = -1}) == fingerprint(zero::ContiguousPartition{}));
+  CHECK(fingerprint(Wrong{.where = 1, .instead = 340}) != fingerprint(Wrong{.where = -1}));
+}

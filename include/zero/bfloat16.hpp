@@ -19,8 +19,8 @@ ZERO_HOST_DEVICE constexpr float bfloat16_value(std::uint16_t bits) noexcept {
 }
 
 /// The nearest bfloat16, of two equally near the even one; from half a step past the largest finite
-/// one (2^128 - 2^119) on infinity. NaN becomes the quiet NaN of all bits set, which costs packs one
-/// instruction. In integers alone, so that it depends on no floating-point mode.
+/// one (2^128 - 2^119) on infinity. NaN becomes the quiet NaN of all bits set, which costs packs
+/// one instruction. In integers alone, so that it depends on no floating-point mode.
 ZERO_HOST_DEVICE constexpr std::uint16_t nearest_bfloat16(float x) noexcept {
   const auto bits = __builtin_bit_cast(std::uint32_t, x);
   if ((bits & 0x7fffffffU) > 0x7f800000U) return 0xffffU;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <limits>
 #include <numeric>
@@ -71,7 +72,8 @@ class Layout {
  public:
   /// Throws `UsageError` naming the parameter for a quantum of 0, a lane that does not
   /// exist, or an alias that does not name an earlier, unaliased parameter of the same lane and
-  /// size, frozen like itself; and for a world below 1.
+  /// size, frozen like itself; for a world below 1; and where the partition does not do what its
+  /// concept promises.
   constexpr Layout(std::span<const LayoutParameter> parameters, std::span<const LayoutLane> lanes,
                    int world, Partition partition = {})
       : partition_(partition), world_(world) {
@@ -90,6 +92,9 @@ class Layout {
   }
 
   [[nodiscard]] constexpr int world() const noexcept { return world_; }
+  /// Differs, almost surely, from that of a layout of the same parameters whose partition divides
+  /// them otherwise. Not for files.
+  [[nodiscard]] constexpr std::uint64_t fingerprint() const noexcept { return fingerprint_; }
   [[nodiscard]] constexpr std::size_t lanes() const noexcept { return lanes_.size(); }
   [[nodiscard]] constexpr std::size_t parameters() const noexcept { return places_.size(); }
   [[nodiscard]] constexpr const Place& place(std::size_t parameter) const {
@@ -284,10 +289,46 @@ class Layout {
                    "the partition gave it to a rank outside the world");
           }
           owners[*from++] = owner;
+          note(static_cast<std::size_t>(owner));
         }
       }
     }
     return owners;
+  }
+
+  /// Holds a cutting partition to its word for one bucket, and notes where it cuts it.
+  constexpr void check_cuts(std::size_t alignment, std::size_t elements) {
+    const Interval size{alignment, elements};
+    if (checked_ == size) return;  // neighbours are often alike
+    checked_ = size;
+    std::size_t before = 0;
+    for (int rank = 0; rank <= world_; ++rank) {
+      const std::size_t at = partition_.cut(elements, alignment, world_, rank);
+      const auto require = [&](bool holds, const char* rule) {
+        if (holds) return;
+        throw UsageError("layout: the partition's cut(" + std::to_string(elements) + ", " +
+                         std::to_string(alignment) + ", " + std::to_string(world_) + ", " +
+                         std::to_string(rank) + ") is " + std::to_string(at) + ", but it must be " +
+                         rule + "; see zero/partition.hpp");
+      };
+      require(rank != 0 || at == 0, "0, where the first slice starts");
+      require(rank != world_ || at == elements, "all elements, where the last slice ends");
+      require(at >= before && at <= elements,
+              "no less than for the rank before, and in the bucket");
+      require(at % alignment == 0 || at == elements, "a multiple of the alignment");
+      if constexpr (requires { requires Partition::even; }) {
+        const auto ranks = static_cast<std::size_t>(world_);
+        require(elements % (alignment * ranks) != 0 ||
+                    at == elements / ranks * static_cast<std::size_t>(rank),
+                "an equal share, since the partition says that it is even");
+      }
+      before = at;
+      note(at);
+    }
+  }
+  constexpr void note(std::size_t choice) {
+    fingerprint_ = (fingerprint_ ^ choice) * 0x9e3779b97f4a7c15U;
+    fingerprint_ ^= fingerprint_ >> 29;
   }
 
   static constexpr bool owns_memory(const LayoutParameter& p) {
@@ -357,6 +398,11 @@ class Layout {
       if (!lane.foreign) offset = segment.begin + round_up(offset - segment.begin, unit);
       segment.bucket_count =
           (offset - segment.begin + lane.bucket_elements - 1) / lane.bucket_elements;
+      if (segment.bucket_count > 0) {
+        const std::size_t whole = (segment.bucket_count - 1) * lane.bucket_elements;
+        if (whole > 0) check_cuts(lane.alignment, lane.bucket_elements);
+        check_cuts(lane.alignment, offset - segment.begin - whole);
+      }
       keep(lane, run);
     } else {
       if (lane.foreign)
@@ -454,6 +500,8 @@ class Layout {
 
   Partition partition_;
   int world_;
+  std::uint64_t fingerprint_ = 0;
+  Interval checked_{};              ///< alignment and size that `check_cuts` has seen last
   std::vector<std::size_t> loads_;  ///< per rank, for whole-tensor partitions
   std::vector<Lane> lanes_;
   std::vector<Place> places_;  ///< by parameter index

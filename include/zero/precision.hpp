@@ -60,10 +60,12 @@ struct OwnType {};
 template <class Master16, class SlotType, Rounding how>
 struct BasicPrecision {
   template <Element T>
-  using Master = std::conditional_t<sizeof(T) == 2 && !std::is_same_v<Master16, OwnType>,
-                                    std::type_identity<Master16>, std::type_identity<T>>::type;
+  using Master =
+      typename std::conditional_t<sizeof(T) == 2 && !std::is_same_v<Master16, OwnType>,
+                                  std::type_identity<Master16>, std::type_identity<T>>::type;
   template <Element T>
-  using Slot = std::conditional_t<std::is_same_v<SlotType, OwnType> ||
+  using Slot =
+      typename std::conditional_t<std::is_same_v<SlotType, OwnType> ||
                                       std::is_same_v<arithmetic_t<T>, double>,
                                   std::type_identity<T>, std::type_identity<SlotType>>::type;
   template <Element T>

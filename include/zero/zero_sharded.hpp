@@ -131,13 +131,14 @@ class AccumulationScope {
 ///
 /// @code
 /// zero::ZeroSharded optimizer{zero::Adam{.lr = 1e-3}, store, comm};
-/// zero::ZeroSharded optimizer{zero::Sgd{.lr = .1}, store, comm, zero::ParamView{4_MiB}};
+/// zero::ZeroSharded optimizer{zero::Sgd{.lr = .1}, store, comm, zero::NoView{4_MiB}};
 /// optimizer.step();
 /// @endcode
 ///
-/// The third and following arguments are policies and `Settings`, in any order; a policy left out
-/// has its default. An lvalue store or communicator is used where it is and must outlive the
-/// optimizer; an rvalue is kept inside.
+/// The arguments after the communicator are policies and `Settings`, in any order; a policy left
+/// out has its default: `ContiguousPartition`, `ParamView` where parameters have a `rebind` and
+/// `NoView` elsewhere, `Stage1`, `MixedPrecision`, `NoObserver`. An lvalue store or communicator is
+/// used where it is and must outlive the optimizer; an rvalue is kept inside.
 ///
 /// Construction and `step` are collective: all ranks call them, in the same order. Verbs may be
 /// called from any thread; `step` must not run at the same time as another verb's use of the same
@@ -179,7 +180,8 @@ class ZeroSharded {
   static_assert(!ParamStore<store_type> || !detail::moves_values<BucketView> ||
                     detail::RebindableStore<store_type>,
                 "zero: this bucket view moves parameters into buckets, but the store's parameters "
-                "have no rebind(values, owner), or are const; add it, or use zero::NoView");
+                "have no rebind(values, owner) (a zero::ParamRef has none), or are const; add it, "
+                "or use zero::NoView");
   static_assert(!ParamStore<store_type> || !detail::moves_gradients<BucketView> ||
                     detail::GradientRebindableStore<store_type>,
                 "zero: this bucket view moves gradients into buckets, but the store's parameters "
@@ -248,7 +250,8 @@ class ZeroSharded {
     static_assert(
         ((detail::families<P> == 1) && ...),
         "zero: an argument after the communicator is not a policy (partition, bucket "
-        "view, stage, precision, observer) nor zero::Settings, or is two of them at once");
+        "view, stage, precision, observer) nor zero::Settings, or is two of them at once; what a "
+        "half-written one lacks static_assert(zero::PartitionPolicy<P>) and the like tell");
     static_assert(detail::one_of_each<P...>,
                   "zero: two policies of one kind, or two zero::Settings, were given; give at most "
                   "one of each");
@@ -300,7 +303,7 @@ class ZeroSharded {
   /// From the next step on gradients are scaled down so that their norm over all parameters and
   /// ranks is at most `max_norm`, by max_norm / (norm + 1e-6) as PyTorch's `clip_grad_norm_` does.
   /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it. The same on all
-  /// ranks, before the first gradient of a step is marked. Gradients need room once they are
+  /// ranks. Gradients need room once they are
   /// summed: 4 bytes (double: 8) an element of the shard, allocated here. Of `double`
   /// gradients above 1e153 the squares overflow, and the step is skipped. Throws `UsageError` for a
   /// norm that is not above 0.
@@ -312,11 +315,12 @@ class ZeroSharded {
   }
 
   /// Collective: the store shows more parameters at its end than before; they form one more group
-  /// with these options, in number `groups().size()`. What was there keeps its place and state. To
-  /// be called between steps. Throws `UsageError` on all ranks, and changes nothing, where the new
-  /// parameters can't be used, among them those that the optimizer has already, or where gradients
-  /// were marked or leased; marks must then be given anew. The store's other parameters must be
-  /// what they were. While it runs this rank's state is held twice.
+  /// with these options; their `group()` must be `groups().size()` as it was before the call. What
+  /// was there keeps its place and state. To be called between steps. Throws `UsageError` on all
+  /// ranks, and changes nothing, where the new parameters can't be used, among them those that the
+  /// optimizer has already, or where gradients were marked or leased; marks must then be given
+  /// anew. The store's other parameters must be what they were. While it runs this rank's state is
+  /// held twice.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
   /// The store that was given.
@@ -412,6 +416,9 @@ class ZeroSharded {
  private:
   template <class T>
   [[nodiscard]] const auto& lane_of() const {
+    static_assert(
+        detail::has_lane<T, typename Engine::elements>,
+        "zero: the store has no parameters of this element type; ask for one that it has");
     return std::get<detail::lane_of<T, typename Engine::elements>::value>(
         engine_->usable_state().lanes);
   }

@@ -47,6 +47,7 @@ struct Digest {
   std::uint64_t settings = 0;  ///< hash of bucket size, gradient mode and scale, groups
   std::uint64_t parameters = 0;
   std::uint64_t count = 0;
+  std::uint64_t layout = 0;    ///< how the partition divides the parameters
   std::uint64_t identity = 0;  ///< of the optimizer that is added to; 0 in a construction
   std::uint64_t address = 0;   ///< where it lies; not compared, but what makes it one of a kind
   Text refusal{};              ///< why this rank can't be constructed; empty if it can
@@ -103,7 +104,15 @@ std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
   }
   Hash addresses;
   for (const Digest& digest : all) addresses.add(digest.address);
-  if (!differ) return addresses.value();
+  if (!differ) {
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      if (all[r].layout == all[0].layout) continue;
+      refuse(r,
+             "its partition divides the same parameters otherwise; give all ranks the same "
+             "partition");
+    }
+    return addresses.value();
+  }
   const auto ranked = exchange_all(comm, parameters.first(compared));
   const auto quoted_by_first = [&](std::size_t i) {  // names may be what differs
     const Text text = to_text(name(i));
@@ -151,7 +160,8 @@ inline void require_agreement_to_step(int rank, const char* text, std::uint64_t 
                                       std::uint64_t options_of_rank_0) {
   if (*text == '\0') {
     if (options == options_of_rank_0) return;
-    text = "its groups' options differ from rank 0's; set the same on all ranks";
+    text =
+        "its groups' options or its clip_grad_norm differ from rank 0's; set the same on all ranks";
   }
   throw UsageError("rank " + std::to_string(rank) +
                    " refused the step, so no rank took it and nothing has changed: " + text);

@@ -175,7 +175,7 @@ class Builder {
         if (now.group == state_.groups.size()) continue;
         throw UsageError("add_param_group: " + quoted(i, now.name) + " is in group " +
                          std::to_string(now.group) + ", but what is added forms group " +
-                         std::to_string(state_.groups.size()));
+                         std::to_string(state_.groups.size()) + "; give the parameter that group");
       }
       const ParameterInfo& then = state_.parameters[i];
       if (now.name != then.name || now.elements != then.elements || now.lane != then.lane ||
@@ -213,7 +213,8 @@ class Builder {
     for (const Opt& group : all_groups) {
       slots_wanted = std::max(slots_wanted, zero::used_slots(group));
     }
-    if (state_.world() > 1) agree(seen, all_groups.size(), slots_wanted, refusal, before);
+    if (state_.world() > 1)
+      agree(seen, all_groups.size(), slots_wanted, refusal, before, made ? made->fingerprint() : 0);
     const std::size_t count = seen.parameters.size();
     std::vector<std::int64_t> counts = state_.step_counts;
     counts.resize(count, 0);
@@ -249,7 +250,7 @@ class Builder {
   }
 
   void agree(const Inspection& seen, std::size_t group_count, std::size_t slots_wanted,
-             const std::string& refusal, std::size_t before) {
+             const std::string& refusal, std::size_t before, std::uint64_t layout) {
     Digest mine;
     Hash program;
     const std::string type = typeid(State).name();
@@ -279,6 +280,7 @@ class Builder {
     if (!added.empty()) all.add(added.data(), added.size_bytes());
     mine.parameters = all.value();
     mine.count = added.size();
+    mine.layout = layout;
     mine.identity = state_.identity;
     mine.address = reinterpret_cast<std::uintptr_t>(&state_);
     mine.refusal = to_text(refusal);
@@ -427,6 +429,18 @@ class Builder {
     }
   }
 
+  template <class Span, class T>
+  void require_rebound(std::size_t i, const Span& shown, std::span<T> place, const char* verb,
+                       const char* query) {
+    detail::visit_span(shown, [&](auto span) {
+      if (span.empty() ? place.empty() : static_cast<const void*>(span.data()) == place.data()) {
+        return;
+      }
+      throw UsageError(state_.name_of(i) + " doesn't use what its " + verb + " was given: " +
+                       query + " still shows other memory; let it show the span given");
+    });
+  }
+
   void rebind_parameters() {
     state_.for_each_lane([&](auto& lane) {
       using T = typename std::remove_cvref_t<decltype(lane)>::element;
@@ -442,9 +456,12 @@ class Builder {
         if constexpr (View::values == Residency::arena) {
           if (state_.steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
           parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
+          require_rebound(i, parameter.values(), place_in(*lane.arena), "rebind", "values()");
         }
         if constexpr (View::gradients == Residency::arena) {
           parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
+          require_rebound(i, parameter.gradient(), place_in(*lane.gradient_arena),
+                          "rebind_gradient", "gradient()");
         }
       }
     });

@@ -10,6 +10,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <string>
 #include <tuple>
@@ -174,6 +175,7 @@ class Engine {
   void zero_gradients() {
     const std::scoped_lock lock(mutex_);
     require_usable();
+    require_unchanged_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
@@ -214,7 +216,30 @@ class Engine {
                        failure_);
     }
   }
-  void require_trainable(std::size_t i, const char* verb) const {
+  /// The caller's container may have changed behind the optimizer's back.
+  void require_unchanged_size(const char* verb) {
+    const std::size_t shown = std::ranges::size(state_.store());
+    if (shown == state_.parameters.size()) return;
+    throw UsageError(std::string(verb) + ": the store shows " + std::to_string(shown) +
+                     " parameters, but this optimizer has " +
+                     std::to_string(state_.parameters.size()) +
+                     "; call add_param_group where it has grown, and take none away");
+  }
+  void require_unmoved(std::size_t i) {
+    detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&]<class T>(
+                                                                             std::span<T> values) {
+      const auto& lane = std::get<lane_of<T, elements>::value>(state_.lanes);
+      if (values.size() == state_.parameters[i].elements &&
+          (values.empty() || values.data() == lane.values[i])) {
+        return;
+      }
+      throw UsageError("step: " + state_.name_of(i) +
+                       "'s values are no longer where they were; they must stay in place while an "
+                       "optimizer uses them");
+    });
+  }
+  void require_trainable(std::size_t i, const char* verb) {
+    require_unchanged_size(verb);
     require(i, verb);
     if (state_.parameters[i].frozen) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(i) +
@@ -305,8 +330,11 @@ class Engine {
                            "', which was not asked for at construction; construct with it on");
         }
       }
+      require_unchanged_size("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-        if (state_.steps_alone(i) && !marks_.whole(i)) record_gradient(i, "step");
+        if (!state_.steps_alone(i)) continue;
+        require_unmoved(i);
+        if (!marks_.whole(i)) record_gradient(i, "step");
       }
       Hash options;
       for (const Opt& group : state_.groups) {

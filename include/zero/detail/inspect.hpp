@@ -122,7 +122,8 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
       refuse_parameter(out, i,
                        "is in group " + std::to_string(info.group) + ", but there are only " +
                            std::to_string(groups) +
-                           "; give zero::Groups one set of options for each group");
+                           (first == 0 ? "; give zero::Groups one set of options for each group"
+                                       : ", that of the added ones included"));
     }
     Hash description;
     description.add(info.name.data(), info.name.size());

@@ -30,6 +30,11 @@ template <class T, class First, class... Rest>
 struct lane_of<T, TypeList<First, Rest...>>
     : std::integral_constant<std::size_t, 1 + lane_of<T, TypeList<Rest...>>::value> {};
 
+template <class T, class List>
+inline constexpr bool has_lane = false;
+template <class T, class... All>
+inline constexpr bool has_lane<T, TypeList<All...>> = (std::is_same_v<T, All> || ...);
+
 template <class List>
 struct first_of;
 template <class First, class... Rest>
