@@ -31,6 +31,7 @@ class Trainer {
   }
 
   void backward() {
+    // 3 is frozen, and 4 tied to 0: both uses write to one gradient.
     for (const std::size_t i : {std::size_t{4}, std::size_t{2}, std::size_t{1}, std::size_t{0}}) {
       {
         const auto lease = optimizer_.gradient(i);  // of this rank; the step takes the mean of all

@@ -16,7 +16,8 @@ namespace zero {
 ///  2. `cut(elements, alignment, world, rank)` is where rank's slice of a bucket of `elements`
 ///     starts; `cut(…, world)` is where the last one ends. It starts at 0, ends at `elements`,
 ///     never falls as `rank` rises, and lies on multiples of `alignment` except at the end.
-///  3. It is a pure function: every rank computes every rank's slice.
+///  3. It is a pure function, the same on all ranks: every rank computes every rank's slice. The
+///     layout refuses one that breaks 2, and construction one that differs between ranks.
 ///  4. optionally `P::even`: whether all slices are equal where `elements` is a multiple of
 ///     `world * alignment`. Even buckets use the even collectives. Default: false.
 ///
@@ -47,6 +48,21 @@ concept CuttingPartition = std::copyable<P> && requires(const P& policy, std::si
 ///
 /// The layout calls `assign` once for every group that has trainable tensors, in rising order, and
 /// again for groups added later; loads carry over from call to call.
+///
+/// A minimal model:
+/// @code
+/// struct RoundRobin {
+///   static constexpr bool cuts_tensors = false;
+///   constexpr void assign(std::span<const std::size_t> elements, std::span<std::size_t> loads,
+///                         std::span<int> owners) const {
+///     for (std::size_t i = 0; i < elements.size(); ++i) {
+///       const std::size_t rank = i % loads.size();
+///       loads[rank] += elements[i];
+///       owners[i] = static_cast<int>(rank);
+///     }
+///   }
+/// };
+/// @endcode
 template <class P>
 concept WholeTensorPartition =
     std::copyable<P> && requires(const P& policy, std::span<const std::size_t> elements,

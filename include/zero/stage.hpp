@@ -12,6 +12,15 @@ namespace zero {
 ///  1. `S::shards_state`: the optimizer's slots.
 ///  2. `S::shards_gradients`, only together with the state.
 ///  3. `S::shards_values`, only together with the gradients.
+///
+/// A minimal model:
+/// @code
+/// struct StateAlone {  // what zero::Stage1 is
+///   static constexpr bool shards_state = true;
+///   static constexpr bool shards_gradients = false;
+///   static constexpr bool shards_values = false;
+/// };
+/// @endcode
 template <class S>
 concept StagePolicy = std::copyable<S> && requires {
   typename std::bool_constant<S::shards_state>;

@@ -330,6 +330,7 @@ inline constexpr ranges::views::view_closure<detail::FragmentsOfRuns> fragments{
 
 }  // namespace zero::views
 
+/// @cond
 // Iterators point into the layout, so they may outlive the view.
 template <class Partition>
 inline constexpr bool ranges::enable_borrowed_range<zero::views::BucketsView<Partition>> = true;
@@ -338,3 +339,4 @@ inline constexpr bool ranges::enable_borrowed_range<zero::views::ShardView<Parti
 template <class Base>
 inline constexpr bool ranges::enable_borrowed_range<zero::views::FragmentsView<Base>> =
     ranges::enable_borrowed_range<Base>;
+/// @endcond

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// Matrix products by a BLAS. Needs its <cblas.h> and linking with it; with CMake, `zero::cblas`
-/// where one was found.
+/// Matrix products by a BLAS. Needs its <cblas.h> and linking with it, such as by -lopenblas.
 #pragma once
 
 #include <cblas.h>

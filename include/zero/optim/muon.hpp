@@ -44,7 +44,9 @@ enum class MuonLrAdjustment : std::uint8_t {
 ///
 /// A tensor of shape [d0, d1, ...] is taken as a matrix of d0 rows. One of fewer than two
 /// dimensions is refused: biases, gains and the like, and by the authors' advice embeddings and the
-/// last layer too, belong to another optimizer, such as AdamW.
+/// last layer too, belong to another optimizer, such as AdamW: a second store, a second
+/// `ZeroSharded` over the same communicator, stepped in the same order on all ranks. Each then
+/// clips by the norm of its own gradients.
 ///
 /// @tparam Product the matrix product, which nearly all time is spent in
 template <class Product = PlainProduct>
@@ -83,9 +85,11 @@ struct BasicMuon {
   /// Throws `UsageError` for fewer than two dimensions, and for more than the matrix product takes.
   void validate(std::span<const std::size_t> shape) const {
     if (shape.size() < 2) {
-      throw UsageError("Muon takes tensors of at least 2 dimensions, but this one has " +
-                       std::to_string(shape.size()) +
-                       "; give it to another optimizer, for example AdamW");
+      throw UsageError(
+          "Muon takes tensors of at least 2 dimensions, but this one has " +
+          std::to_string(shape.size()) +
+          "; give it to another optimizer over the same communicator, for example AdamW, and step "
+          "both in the same order on all ranks");
     }
     if constexpr (requires { Product::max_extent; }) {
       const Matrix matrix(shape);
