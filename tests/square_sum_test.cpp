@@ -14,6 +14,7 @@
 #include <random>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "catch.hpp"
@@ -87,6 +88,21 @@ std::vector<SquareSum> sums(std::span<const T> values) {
   zero::detail::add_squares_baseline<T, zero::detail::square_vector_bytes>(
       all.emplace_back(), values.data(), values.size());
   zero::detail::add_squares_baseline<T, 16>(all.emplace_back(), values.data(), values.size());
+#if ZERO_AVX2_CLONES
+  if (__builtin_cpu_supports("avx2"))
+    zero::detail::add_squares_avx2(all.emplace_back(), values.data(), values.size());
+#endif
+#if ZERO_FUSED_SQUARES
+  if constexpr (std::is_same_v<T, float>) {
+    using zero::detail::SquareFold;
+    if (can_fold(SquareFold::fused))
+      zero::detail::add_squares_at_once<SquareFold::fused>(all.emplace_back(), values.data(),
+                                                           values.size());
+    if (can_fold(SquareFold::modular))
+      zero::detail::add_squares_at_once<SquareFold::modular>(all.emplace_back(), values.data(),
+                                                             values.size());
+  }
+#endif
 #endif
   return all;
 }
@@ -250,6 +266,100 @@ TEMPLATE_TEST_CASE("numbers that are not finite are seen wherever they are", "",
   CHECK(std::isnan(sum_of(std::vector<TestType>{Limits::infinity(), Limits::quiet_NaN()}).value()));
 }
 
+// Floats are folded in blocks, with units that are kept from block to block while they serve.
+
+constexpr std::size_t block = 512;
+
+TEST_CASE("blocks of different magnitudes are exact") {
+  std::mt19937 random(8);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<float> values;
+    for (int part = 0; part < 8; ++part) {
+      const int low = int(random() % 240) - 130;
+      const auto more = random_numbers<float>(
+          random() % 3 == 0 ? random() % 1500 : block, round % 2 == 0 ? -9 : low,
+          round % 2 == 0 ? -9 + part : std::min(low + int(random() % 26), 128), random);
+      values.insert(values.end(), more.begin(), more.end());
+      if (random() % 4 == 0) values.insert(values.end(), random() % 700, 0.F);
+    }
+    check(values);
+  }
+}
+
+TEST_CASE("one number that a block's units don't serve is exact, wherever it is") {
+  const std::size_t size = 4 * block + 37;
+  for (const int exponent : {-126, -110, -106, -105, -104, -60, 0, 50, 124, 127}) {
+    const float one = std::ldexp(1.F, exponent);
+    for (const std::size_t at : {std::size_t{1}, block - 1, block, 2 * block - 17, 2 * block - 16,
+                                 3 * block - 1, 4 * block - 1, 4 * block, size - 1}) {
+      std::vector<float> values(size, one);
+      check(values);
+      for (const int distance : {-149, -80, -24, -23, -22, -21, -20, 1, 2, 3, 4, 5, 6, 7, 40}) {
+        const float other = std::ldexp(one, distance);
+        for (const float number :
+             {other, -other, std::nextafter(other, 0.F), std::nextafter(other, 2 * other)}) {
+          if (!std::isfinite(number)) continue;
+          values[at] = number;
+          check(values);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("sums that reach or just don't reach what units serve are exact") {
+  const std::vector<float> first(5 * block, 1.F);
+  for (const float limit : {1.F, 2.F, 4.F, 8.F})  // 32 squares of 4 are 2^9
+    for (const float value : {std::nextafter(limit, 0.F), limit, std::nextafter(limit, 9.F)})
+      for (const std::size_t more : {block, 130 * block + 5}) {
+        auto values = first;
+        values.resize(first.size() + more, value);
+        check(values);
+        values.back() = 0x1p-21F;
+        check(values);
+        values.back() = std::nextafter(0x1p-21F, 0.F);
+        check(values);
+      }
+}
+
+TEST_CASE("many of the largest numbers that units serve are exact") {
+  std::vector<float> values(5 * block, 1.F);
+  values.resize(600 * block, std::nextafter(4.F, 0.F));
+  check(values);
+}
+
+TEST_CASE("many blocks in one call are exact") {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(300 * block + 11);
+  for (auto& value : values) value = normal(random);
+  check(values);
+  for (std::size_t i = 0; i < values.size(); i += 1 + random() % 3) values[i] = 0;
+  check(values);
+  for (auto& value : values) value *= 1e-40F;  // denormal, or zero
+  check(values);
+}
+
+TEST_CASE("numbers that are not finite are seen in blocks whose units are known") {
+  using Limits = std::numeric_limits<float>;
+  std::mt19937 random(10);
+  const auto before = random_numbers<float>(5 * block + 3, -5, 0, random);
+  for (std::size_t at = 0; at < before.size(); at += 1 + random() % 40)
+    for (const float bad : {Limits::infinity(), -Limits::infinity(), Limits::quiet_NaN(),
+                            -Limits::quiet_NaN(), std::bit_cast<float>(0x7f800001U)}) {
+      auto values = before;
+      values[at] = bad;
+      const SquareSum sum = sum_of(values);
+      REQUIRE_FALSE(sum.finite());
+      REQUIRE(std::isnan(bad) == std::isnan(sum.value()));
+      // Nothing is lost of the others: their sum is the same as with a zero there.
+      values[at] = 0;
+      SquareSum others = sum_of(values);
+      std::isnan(bad) ? others.add_nan() : others.add_infinity();
+      REQUIRE(others == sum);
+    }
+}
+
 TEST_CASE("squares beyond the doubles are infinite or zero") {
   const SquareSum large = sum_of(std::vector<double>{1, 1e200});
   CHECK_FALSE(large.finite());
@@ -324,7 +434,7 @@ TEMPLATE_TEST_CASE("finite numbers raise nothing that could trap", "", float, do
 TEST_CASE("sums of floats don't depend on the rounding mode") {
   std::mt19937 random(6);
   for (int round = 0; round < 100; ++round) {
-    auto values = random_numbers<float>(1024, -21, 0, random);
+    auto values = random_numbers<float>(1024, round % 4 == 1 ? -10 : -21, 0, random);
     if (round % 2 == 0) std::fill(values.begin(), values.end(), std::nextafter(1.F, 0.F) / 3);
     const SquareSum nearest = sum_of(values);
     for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {

@@ -44,6 +44,14 @@
 #define ZERO_AVX2_CLONES 0
 #endif
 
+/// x86-64, whose assembler and 16 vector registers serve the sum of squares, and whose extensions
+/// are asked for as the program runs.
+#if ZERO_SSE2 && ZERO_VECTOR_TYPES && defined(__x86_64__)
+#define ZERO_FUSED_SQUARES 1
+#else
+#define ZERO_FUSED_SQUARES 0
+#endif
+
 /// Linux: memory may be asked to lie on huge pages (madvise).
 #if defined(__linux__)
 #define ZERO_HUGE_PAGES 1
