@@ -36,6 +36,7 @@
 #include "zero/detail/scaling.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
+#include "zero/detail/streamed_copy.hpp"
 #include "zero/detail/tensor_step.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
@@ -138,27 +139,28 @@ struct EngineState : EngineIdentity {
   void look_at_bucket(Lane& lane, std::size_t bucket, bool keeps, const F& gradient) {
     using A = typename Lane::arithmetic;
     const bool looks = scaling.looks_first();
+    // What is looked at stays in the cache until it has been; kept sums then go past it, since they
+    // would be gone before they are used.
+    const bool streams = keeps && looks && lane.reduced.bytes() >= streamed_bytes;
     for (std::size_t k = lane.owned_begin[bucket]; k < lane.owned_begin[bucket + 1]; ++k) {
       const Fragment& f = lane.owned[k].fragment;
       if (stepping[f.parameter] == 0) continue;
       const auto sum = gradient(f, lane.owned[k].shard_begin);
       using G = std::remove_cvref_t<decltype(*sum.sources[0])>;
+      if constexpr (std::is_same_v<G, A>) {
+        if (!keeps && sum.sources.size() == 1 && sum.sources[0] != nullptr) {
+          if (looks) look_at(std::span<const A>(sum.sources[0], f.elements));
+          continue;
+        }
+      }
       for (std::size_t at = 0; at < f.elements; at += sum_chunk) {
         const std::size_t count = std::min(sum_chunk, f.elements - at);
         A* const kept = keeps ? lane.reduced.data() + lane.owned[k].shard_begin + at : nullptr;
-        const A* summed = kept;
         alignas(64) A chunk[sum_chunk];
-        if constexpr (std::is_same_v<G, A>) {
-          if (!keeps && sum.sources.size() == 1 && sum.sources[0] != nullptr) {
-            summed = sum.sources[0] + at;
-          } else {
-            summed = sum_chunk_to(lane, sum, at, count, keeps ? kept : chunk);
-          }
-        } else {
-          summed = sum_chunk_to(lane, sum, at, count, keeps ? kept : chunk);
-        }
-        if (looks)
-          findings.look_at(std::span<const A>(summed, count), scaling.max_norm.has_value());
+        const A* const summed =
+            sum_chunk_to(lane, sum, at, count, keeps && !streams ? kept : chunk);
+        if (looks) look_at(std::span<const A>(summed, count));
+        if (streams) streamed_copy(chunk, count, kept);
       }
     }
   }
@@ -314,6 +316,11 @@ struct EngineState : EngineIdentity {
   Lanes lanes{};
 
  private:
+  template <class A>
+  void look_at(std::span<const A> sums) {
+    findings.look_at(sums, scaling.max_norm.has_value());
+  }
+
   /// The sum of all sources' elements [at, at + count), at `out`.
   template <class Lane, class G>
   static const typename Lane::arithmetic* sum_chunk_to(Lane& lane, const GradientSum<G>& sum,

@@ -532,8 +532,8 @@ template <SquareFold fold, std::size_t bytes = square_vector_bytes>
 #if ZERO_AVX2_CLONES
 [[gnu::target("avx2")]]
 #endif
-[[gnu::flatten, gnu::noinline]] void add_squares_at_once(SquareSum& sum, const float* values,
-                                                         std::size_t count) {
+[[gnu::flatten, gnu::noinline]] void
+add_squares_at_once(SquareSum& sum, const float* values, std::size_t count) {
   using Wide = typename VectorOf<double, 32>::type;
   using WideBits = typename VectorOf<std::uint64_t, 32>::type;
   using Bits = typename VectorOf<std::uint32_t, 32>::type;

@@ -62,12 +62,14 @@ inline constexpr std::size_t sum_block = 1024 / sizeof(T);
 template <class G>
 inline constexpr G zeros[sum_block<arithmetic_t<G>>] = {};
 
-/// Updates `blocks` packs `X`. Position-independent: every element goes through this one body.
+/// Updates `blocks` packs `X` by `gradients`, which are multiplied by `scale` here and nowhere
+/// else. Position-independent: every element goes through this one body.
 template <class S, class Rule, std::size_t used, class X, class Scalars, std::size_t... I>
 [[gnu::always_inline]] inline void update_packs(const UpdateArrays<S, slot_count<Rule>>& given,
                                                 const typename S::arithmetic* gradients,
-                                                const Scalars& constants, std::size_t blocks,
-                                                std::index_sequence<I...>) {
+                                                typename S::arithmetic by, const Scalars& constants,
+                                                std::size_t blocks, std::index_sequence<I...>) {
+  const X scale(by);
   const auto arrays = given;          // local copies: as far as the compiler knows, stores to the
   const Scalars scalars = constants;  // arrays could change what the references stand for
   for (std::size_t block = 0; block < blocks; ++block) {
@@ -78,7 +80,7 @@ template <class S, class Rule, std::size_t used, class X, class Scalars, std::si
     } else {
       value = load_pack<X>(arrays.values + at);
     }
-    const X gradient = X::load(gradients + at);
+    const X gradient = X::load(gradients + at) * scale;
     [[maybe_unused]] std::array<X, slot_count<Rule>> slots;
     ((void)(slots[I] = I < used ? load_pack<X>(arrays.state[I] + at) : X(0)), ...);
     Rule::update(value, gradient, slots[I]..., scalars);
@@ -91,7 +93,8 @@ template <class S, class Rule, std::size_t used, class X, class Scalars, std::si
   }
 }
 
-/// `out = (sources at element `at`, summed in rank order) * scale`, for `packs` packs.
+/// `out = sources at element `at`, summed in rank order`, for `packs` packs and two sources or
+/// more, or one that must be converted.
 template <class X, class G, class T = typename X::value_type>
 [[gnu::always_inline]] inline void sum_packs(const GradientSum<G>& sum, std::size_t at,
                                              std::size_t packs, T* out) {
@@ -99,48 +102,33 @@ template <class X, class G, class T = typename X::value_type>
     return sum.sources[r] == nullptr ? zeros<G> : sum.sources[r] + at;
   };
   const std::size_t end = packs * X::width;
-  const X scale(sum.scale);
-  const std::size_t last = sum.sources.size() - 1;
   // Plain loops: g++ 12 doesn't flatten what lambdas call.
   const G* const first = source(0);
-  if (last == 0) {
-    for (std::size_t i = 0; i < end; i += X::width) {
-      (load_pack<X>(first + i) * scale).store(out + i);
-    }
+  if (sum.sources.size() == 1) {
+    for (std::size_t i = 0; i < end; i += X::width) load_pack<X>(first + i).store(out + i);
     return;
   }
-  const G* next = source(1);
-  if (last == 1) {
-    for (std::size_t i = 0; i < end; i += X::width) {
-      ((load_pack<X>(first + i) + load_pack<X>(next + i)) * scale).store(out + i);
-    }
-    return;
-  }
+  const G* const second = source(1);
   for (std::size_t i = 0; i < end; i += X::width) {
-    (load_pack<X>(first + i) + load_pack<X>(next + i)).store(out + i);
+    (load_pack<X>(first + i) + load_pack<X>(second + i)).store(out + i);
   }
-  for (std::size_t r = 2; r < last; ++r) {
-    next = source(r);
+  for (std::size_t r = 2; r < sum.sources.size(); ++r) {
+    const G* const next = source(r);
     for (std::size_t i = 0; i < end; i += X::width) {
       (X::load(out + i) + load_pack<X>(next + i)).store(out + i);
     }
-  }
-  next = source(last);
-  for (std::size_t i = 0; i < end; i += X::width) {
-    ((X::load(out + i) + load_pack<X>(next + i)) * scale).store(out + i);
   }
 }
 
 // Each loop is compiled once for the baseline and once for AVX2, without fma: products and sums are
 // never contracted, so both give the same bits. Sums and updates are functions of their own, a sum
-// shared by all rules; that a product ends with its function also keeps compilers from contracting
-// it with the rule's additions. Flattened, so that the user's `update` is compiled inside, for the
-// same instruction set.
+// shared by all rules. Flattened, so that the user's `update` is compiled inside, for the same
+// instruction set.
 template <class S, class Rule, std::size_t used, class X, class Scalars>
 [[gnu::flatten, gnu::noinline]] void update_packs_baseline(
     const UpdateArrays<S, slot_count<Rule>>& arrays, const typename S::arithmetic* gradient,
-    const Scalars& scalars, std::size_t packs) {
-  update_packs<S, Rule, used, X>(arrays, gradient, scalars, packs, slot_indices<Rule>{});
+    typename S::arithmetic scale, const Scalars& scalars, std::size_t packs) {
+  update_packs<S, Rule, used, X>(arrays, gradient, scale, scalars, packs, slot_indices<Rule>{});
 }
 template <class X, class G>
 [[gnu::flatten, gnu::noinline]] void sum_packs_baseline(const GradientSum<G>& sum, std::size_t at,
@@ -153,8 +141,8 @@ template <class X, class G>
 template <class S, class Rule, std::size_t used, class X, class Scalars>
 [[gnu::target("avx2"), gnu::flatten, gnu::noinline]] void update_packs_avx2(
     const UpdateArrays<S, slot_count<Rule>>& arrays, const typename S::arithmetic* gradient,
-    const Scalars& scalars, std::size_t packs) {
-  update_packs<S, Rule, used, typename X::InAvx>(arrays, gradient, scalars, packs,
+    typename S::arithmetic scale, const Scalars& scalars, std::size_t packs) {
+  update_packs<S, Rule, used, typename X::InAvx>(arrays, gradient, scale, scalars, packs,
                                                  slot_indices<Rule>{});
 }
 template <class X, class G>
@@ -179,17 +167,17 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
   const std::size_t packs = count / X::width;
   const T* as_it_is = nullptr;
   if constexpr (std::is_same_v<G, T>) {
-    if (sum.sources.size() == 1 && sum.scale == 1) as_it_is = sum.sources[0];
+    if (sum.sources.size() == 1) as_it_is = sum.sources[0];
   }
   if (as_it_is != nullptr) {
-    update(arrays, as_it_is, scalars, packs);
+    update(arrays, as_it_is, sum.scale, scalars, packs);
   } else {
     alignas(64) T summed[sum_block<T>];
     constexpr std::size_t block = sum_block<T> / X::width;
     for (std::size_t done = 0; done < packs; done += block) {
       const std::size_t some = std::min(block, packs - done);
       add(sum, done * X::width, some, summed);
-      update(arrays.from(done * X::width, used), summed, scalars, some);
+      update(arrays.from(done * X::width, used), summed, sum.scale, scalars, some);
     }
   }
   const std::size_t rest = count % X::width;
@@ -208,7 +196,7 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
     };
     T total = from(sum.sources[0]);
     for (const G* source : sum.sources.subspan(1)) total += from(source);
-    gradient[i] = total * sum.scale;
+    gradient[i] = total;
   }
   UpdateArrays<S, slot_count<Rule>> tail{values, master, {}, last.noise, last.first};
   const auto for_each_array = [&](auto&& body) {
@@ -218,7 +206,7 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
   };
   for (std::size_t slot = 0; slot != used; ++slot) tail.state[slot] = state[slot];
   for_each_array([&](auto* copy, auto* array) { std::memcpy(copy, array, rest * sizeof *array); });
-  update(tail, gradient, scalars, 1);
+  update(tail, gradient, sum.scale, scalars, 1);
   for_each_array([&](auto* copy, auto* array) { std::memcpy(array, copy, rest * sizeof *array); });
 }
 
