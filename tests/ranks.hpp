@@ -78,6 +78,8 @@ inline Failure failure_of(const std::exception_ptr& exception) {
     return {Failure::Kind::usage, error.what()};
   } catch (const std::exception& error) {
     return {Failure::Kind::other, error.what()};
+  } catch (...) {
+    return {Failure::Kind::other, "no std::exception"};
   }
 }
 

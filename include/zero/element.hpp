@@ -55,6 +55,16 @@ concept Element = std::is_trivially_copyable_v<T> && requires(T stored) {
   { element_traits<T>::store(element_traits<T>::load(stored)) } -> std::same_as<T>;
 };
 
+namespace detail {
+
+/// The number 0 as it is stored.
+template <Element T>
+[[nodiscard]] ZERO_HOST_DEVICE constexpr T zero_of() {
+  return element_traits<T>::store(typename element_traits<T>::arithmetic(0));
+}
+
+}  // namespace detail
+
 /// The type that sums and update rules over `T` compute in.
 template <Element T>
 using arithmetic_t = typename element_traits<T>::arithmetic;

@@ -5,13 +5,15 @@
 
 #include <string>
 
+#include "zero/detail/options.hpp"
 #include "zero/error.hpp"
 
 namespace zero {
 
 /// The caller multiplies the loss by `ZeroSharded::loss_scale()`; the step divides the summed
 /// gradients by it, in the one multiplication that it makes anyway, and skips where one of them is
-/// not finite. With powers of two no bit is lost.
+/// not finite. (The sums are checked, not what they become: a factor above 1 may still overflow.)
+/// With powers of two no bit is lost.
 ///
 /// Dynamic (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.3): a
 /// skipped step multiplies the scale by `backoff`, `interval` applied ones in a row by `growth`.
@@ -35,7 +37,7 @@ struct LossScale {
   /// Throws `UsageError` naming the field that makes no sense.
   void validate() const {
     const auto refuse = [](const char* field, double value, const char* rule) {
-      throw UsageError("loss scale: " + std::string(field) + " is " + std::to_string(value) +
+      throw UsageError("loss scale: " + std::string(field) + " is " + detail::number_text(value) +
                        ", but it must be " + rule);
     };
     const auto positive = [](double x) { return x > 0 && x - x == 0; };

@@ -76,7 +76,8 @@ struct BasicPrecision {
 };
 
 /// The default: 16-bit parameters with a master copy and slots in float, wider ones as they are.
-/// 12 bytes an Adam-stepped element of state for a 2-byte one, sharded.
+/// 12 bytes an Adam-stepped element of state for a 2-byte one, sharded. The masters are what is
+/// stepped: a caller who changes values calls `ZeroSharded::reload_masters`.
 using MixedPrecision = BasicPrecision<float, float, Rounding::nearest>;
 
 /// As `MixedPrecision` with slots in bfloat16, those of float parameters too: 8 bytes an

@@ -41,8 +41,9 @@ namespace zero {
 struct Outcome {
   bool applied = false;   ///< false: skipped on all ranks; nothing but the loss scale has changed
   std::int64_t step = 0;  ///< how many steps have been applied, this one included
-  /// The 2-norm of all ranks' mean gradient over all parameters, loss scale taken out, before it
-  /// was clipped. The same bits whatever the layout. Only where `clip_grad_norm` asked for it.
+  /// The 2-norm, over all parameters, of the gradient that is stepped with, before it was clipped:
+  /// summed over ranks and multiplied by `Settings::gradient_scale`, loss scale taken out. The same
+  /// bits whatever the layout. Only where `clip_grad_norm` asked for it.
   std::optional<double> gradient_norm = std::nullopt;
 };
 
@@ -147,7 +148,7 @@ class AccumulationScope {
 /// has failed for good: whatever marks, leases, steps or shows state and options says so. (Between
 /// ranks that share memory one that is reading its peers' is waited for, beyond the timeout, so
 /// that memory may be freed once a verb has thrown.) A moved-from optimizer can only be destroyed
-/// or assigned to; leases end before their optimizer does.
+/// or assigned to; leases and `accumulate()` scopes end before their optimizer does.
 ///
 /// @tparam Opt an `UpdateRule` or a `WholeTensorOptimizer` for every element type of the store
 /// @tparam Store a `ParamStore`, or a reference to one
@@ -323,6 +324,11 @@ class ZeroSharded {
   /// held twice.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
+  /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
+  /// called on all ranks after the caller has changed values (loaded weights, say), which otherwise
+  /// the next step overwrites. Nothing happens where there are no masters.
+  void reload_masters() { engine_->reload_masters(); }
+
   /// The store that was given.
   [[nodiscard]] store_type& store() noexcept { return engine_->state().store(); }
 
@@ -330,7 +336,8 @@ class ZeroSharded {
   void zero_grad() { engine_->zero_gradients(); }
 
   /// The groups' options. They may be changed between steps (the same on all ranks), so any
-  /// schedule works; they are checked at the next step.
+  /// schedule works; they are checked at the next step. The span stays valid until a group is
+  /// added.
   [[nodiscard]] std::span<Opt> groups() { return engine_->usable_state().groups; }
   /// Throws `UsageError` for a group that doesn't exist.
   [[nodiscard]] Opt& group(std::size_t g) {
@@ -348,9 +355,10 @@ class ZeroSharded {
   }
   /// How often parameter i has been stepped: not in steps in which it was absent on all ranks.
   [[nodiscard]] std::int64_t steps(std::size_t i) const {
-    engine_->require(i, "steps");
-    return engine_->locked(
-        [i](const auto& state) { return state.step_counts[state.parameters[i].leader]; });
+    return engine_->locked([&](const auto& state) {
+      engine_->require(i, "steps");
+      return state.step_counts[state.parameters[i].leader];
+    });
   }
 
   /// Where everything lies and who owns it.

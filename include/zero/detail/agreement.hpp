@@ -34,6 +34,17 @@ using Text = std::array<char, 240>;
   return *error.what() == '\0' ? "an exception without a text" : error.what();
 }
 
+/// What all ranks refuse alike, and at once: nobody need be told. Any other exception of one
+/// rank's, a `UsageError` of a user's code too, is that rank's own, and the peers must learn of it.
+class AgreedRefusal final : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
+
+/// What a rank is about when it tells the others something: ranks that call different verbs must
+/// not take one's words for the other's.
+enum class Topic : std::uint64_t { construction = 0x7a65726f01, addition, step };
+
 /// One parameter as the ranks compare it.
 struct ParameterDigest {
   std::uint64_t elements = 0;
@@ -43,6 +54,7 @@ struct ParameterDigest {
 
 /// Everything as the ranks compare it.
 struct Digest {
+  Topic topic = Topic::construction;
   std::uint64_t program = 0;   ///< hash of the optimizer's type: policies included
   std::uint64_t settings = 0;  ///< hash of bucket size, gradient mode and scale, groups
   std::uint64_t parameters = 0;
@@ -66,6 +78,14 @@ struct EngineIdentity {
   std::uint64_t identity = 0;  ///< the same on all ranks of one construction, and of no other
 };
 
+/// Refuses where rank calls another verb. Each of the ranks sees that one does.
+inline void require_topic(const char* verb, std::size_t rank, Topic theirs, Topic ours) {
+  if (theirs == ours) return;
+  throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(rank) +
+                      " calls another verb of an optimizer over this communicator; construction, "
+                      "add_param_group and step must be called in the same order on all ranks");
+}
+
 /// Throws the same `UsageError` on all ranks where one refuses, or where they differ. Returns the
 /// construction's identity.
 /// @param verb on whose behalf, for messages
@@ -75,13 +95,14 @@ std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
                                 std::span<const ParameterDigest> parameters, const Name& name) {
   const std::vector<Digest> all = exchange_all(comm, std::span<const Digest>(&mine, 1));
   const auto refuse = [verb](std::size_t rank, const std::string& what) {
-    throw UsageError(std::string(verb) + ": rank " + std::to_string(rank) +
-                     " differs from rank 0: " + what);
+    throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(rank) +
+                        " differs from rank 0: " + what);
   };
+  for (std::size_t r = 0; r < all.size(); ++r) require_topic(verb, r, all[r].topic, mine.topic);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].refusal[0] == '\0') continue;
-    throw UsageError(std::string(verb) + ": rank " + std::to_string(r) +
-                     " refused, so nothing was done on any rank: " + all[r].refusal.data());
+    throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(r) +
+                        " refused, so nothing was done on any rank: " + all[r].refusal.data());
   }
   std::uint64_t compared = all[0].count;
   bool differ = false;
@@ -150,9 +171,10 @@ std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
 /// Refuses where rank's optimizer is another than this one.
 inline void require_same_optimizer(int rank, std::uint64_t theirs, std::uint64_t ours) {
   if (theirs == ours) return;
-  throw UsageError("step: rank " + std::to_string(rank) +
-                   " steps another optimizer of this communicator; step several in the same order "
-                   "on all ranks. Nothing has changed");
+  throw AgreedRefusal(
+      "step: rank " + std::to_string(rank) +
+      " steps another optimizer of this communicator; step several in the same order "
+      "on all ranks. Nothing has changed");
 }
 
 /// The same on all ranks, given what each of them said.
@@ -163,8 +185,8 @@ inline void require_agreement_to_step(int rank, const char* text, std::uint64_t 
     text =
         "its groups' options or its clip_grad_norm differ from rank 0's; set the same on all ranks";
   }
-  throw UsageError("rank " + std::to_string(rank) +
-                   " refused the step, so no rank took it and nothing has changed: " + text);
+  throw AgreedRefusal("rank " + std::to_string(rank) +
+                      " refused the step, so no rank took it and nothing has changed: " + text);
 }
 
 }  // namespace zero::detail

@@ -30,6 +30,7 @@ namespace zero::detail {
 /// What ranks that don't share memory tell each other in a step, followed by one bit a parameter:
 /// whether its gradient is there.
 struct StepMessage {
+  Topic topic;
   Text refusal;           ///< why the rank can't step, or empty
   std::uint64_t options;  ///< fingerprint of all groups
   std::uint64_t identity;
@@ -55,9 +56,8 @@ struct TrafficOf<std::tuple<Lane...>, State> {
 template <class State>
 class BucketStep {
  public:
-  explicit BucketStep(State& state) : state_(state) {
-    if (state.world() > 1) prepare_traffic();
-  }
+  /// To be followed by `rebuild`.
+  explicit BucketStep(State& state) : state_(state) {}
 
   /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
   void complete(std::size_t leader) {
@@ -78,8 +78,10 @@ class BucketStep {
   }
 
   /// Ends what was on its way, and frees its memory for the peers' part.
-  void give_up() {
-    for_each_lane_and_traffic([&](auto& lane, auto& traffic) { make_traffic(lane, traffic); });
+  void give_up() noexcept {
+    for_each_lane_and_traffic([](auto&, auto& traffic) {
+      if (traffic) traffic->abandon();
+    });
   }
 
   [[nodiscard]] std::size_t staging_bytes() const {
@@ -96,9 +98,11 @@ class BucketStep {
     for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
   }
 
-  /// The layout has grown. Nothing may be on its way.
+  /// Prepares for the layout, which is new or has grown. Nothing may be on its way.
   void rebuild() {
     launches_.clear();
+    state_.for_each_lane(
+        [&](auto& lane) { waiting_[lane.index].assign(state_.layout->buckets(lane.index), 0); });
     if (state_.world() > 1) prepare_traffic();
   }
 
@@ -111,7 +115,7 @@ class BucketStep {
     while (reduces && next_launch_ < launches_.size()) start_next_reduce();
     try {
       exchange_presence(refusal);
-    } catch (const UsageError&) {  // the same on all ranks
+    } catch (const AgreedRefusal&) {
       for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
       throw;
     }
@@ -213,7 +217,6 @@ class BucketStep {
                           [&](auto&, auto& traffic) { traffic.start_reduce(next.bucket); });
   }
 
-  /// Also ends what was on its way.
   template <class Lane, class Traffic>
   void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
     traffic.emplace(lane, *state_.layout, state_.comm(), State::Stage::shards_state,
@@ -231,7 +234,6 @@ class BucketStep {
         }
         launches_.push_back({lane.index, b, last});
       }
-      waiting_[lane.index].assign(state_.layout->buckets(lane.index), 0);
     });
     // Backward makes the last registered gradients first.
     std::sort(launches_.begin(), launches_.end(), [](const Launch& a, const Launch& b) {
@@ -259,7 +261,7 @@ class BucketStep {
 
   /// Tells the others what this rank has, or why it refuses.
   void exchange_presence(const std::string& refusal) {
-    const StepMessage mine{to_text(refusal), state_.options, state_.identity};
+    const StepMessage mine{Topic::step, to_text(refusal), state_.options, state_.identity};
     std::memcpy(message_.data(), &mine, sizeof mine);
     std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
@@ -277,6 +279,9 @@ class BucketStep {
       std::memcpy(&theirs, from(r).data(), sizeof theirs);
       return theirs;
     };
+    for (int r = 0; r < state_.world(); ++r) {
+      require_topic("step", static_cast<std::size_t>(r), head(r).topic, mine.topic);
+    }
     for (int r = 0; r < state_.world(); ++r) {
       require_same_optimizer(r, head(r).identity, state_.identity);
     }

@@ -124,6 +124,20 @@ class BucketTraffic {
     }
   }
 
+  /// Gives up what is on its way, and frees its memory for the peers' part.
+  void abandon() noexcept {
+    for (Flight& flight : ring_) {
+      flight.all_to_all.reset();
+      flight.all_to_all_v.reset();
+      flight.all_reduce.reset();
+      flight.reduce_scatter.reset();
+      flight.reduce_scatter_v.reset();
+      flight.all_gather.reset();
+      flight.all_gather_v.reset();
+    }
+    oldest_ = in_flight_ = reduces_landed_ = 0;
+  }
+
   /// Lands everything and forgets the round.
   void finish_all() {
     while (in_flight_ > 0) land_oldest();
@@ -290,7 +304,7 @@ class BucketTraffic {
       if (const T* from = lane_->gradient_at(f)) {
         std::memcpy(to, from, f.elements * sizeof(T));
       } else {
-        std::fill_n(to, f.elements, T{});
+        std::fill_n(to, f.elements, zero_of<T>());
       }
     }
   }

@@ -57,72 +57,104 @@ class Builder {
  public:
   explicit Builder(State& state) : state_(state) {}
 
-  /// Collective. Throws `UsageError` on all ranks where one refuses or where they differ; then
-  /// nothing of the caller's has changed.
+  /// Collective. Throws `AgreedRefusal` on all ranks where one refuses or where they differ.
+  /// Whatever it throws, nothing of the caller's has changed. To be followed by
+  /// `rebind_parameters`.
   void construct(const Partition& partition) {
-    or_abort("a construction", [&] {
-      std::string refusal;
-      Inspection seen;
-      std::optional<Layout<Partition>> made;
+    std::string refusal;
+    Inspection seen;
+    std::optional<Layout<Partition>> made;
+    try {
+      if (state_.groups.empty()) throw UsageError("construction: zero::Groups is empty");
+      for (const Opt& group : state_.groups) zero::validate(group);
       try {
-        if (state_.groups.empty()) throw UsageError("construction: zero::Groups is empty");
-        for (const Opt& group : state_.groups) zero::validate(group);
-        try {
-          state_.scaling.validate();
-        } catch (const UsageError& error) {
-          throw UsageError(std::string("construction: ") + error.what());
-        }
-        if (state_.settings.flush_denormals && !can_flush_denormals) {
-          throw UsageError(
-              "construction: Settings::flush_denormals is on, but zero does not know how to flush "
-              "them on this processor; leave it off");
-        }
-        inspect(state_.groups, 0, seen);
-        std::vector<LayoutLane> of_lanes;
-        state_.for_each_lane([&](auto& lane) {
-          using T = typename std::remove_cvref_t<decltype(lane)>::element;
-          lane.index = of_lanes.size();
-          of_lanes.push_back({sizeof(T), state_.view.bucket_bytes, flat});
-        });
-        made.emplace(seen.places, of_lanes, state_.world(), partition);
-        if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
-        require_flat(seen);
+        state_.scaling.validate(State::in_float);
       } catch (const UsageError& error) {
-        if (state_.world() == 1) throw;
-        refusal = text_of(error);
+        throw UsageError(std::string("construction: ") + error.what());
       }
-      build(state_.groups, seen, std::move(made), refusal, 0);
-    });
+      if (state_.settings.flush_denormals && !can_flush_denormals) {
+        throw UsageError(
+            "construction: Settings::flush_denormals is on, but zero does not know how to flush "
+            "them on this processor; leave it off");
+      }
+      inspect(state_.groups, 0, seen);
+      std::vector<LayoutLane> of_lanes;
+      state_.for_each_lane([&](auto& lane) {
+        using T = typename std::remove_cvref_t<decltype(lane)>::element;
+        lane.index = of_lanes.size();
+        of_lanes.push_back({sizeof(T), state_.view.bucket_bytes, flat});
+      });
+      made.emplace(seen.places, of_lanes, state_.world(), partition);
+      if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
+      require_flat(seen);
+    } catch (const UsageError& error) {
+      if (state_.world() == 1) throw;
+      refusal = text_of(error);
+    }
+    build(state_.groups, seen, std::move(made), refusal, 0);
   }
 
   /// Collective: the store shows more parameters at its end, which form the group of `added`.
   /// @param refusal why this rank can't, or empty
   void append(Opt added, std::string refusal) {
-    or_abort("an add_param_group", [&] {
-      Inspection seen{.verb = "add_param_group"};
-      std::optional<Layout<Partition>> grown;
-      std::vector<Opt> more = state_.groups;
-      more.push_back(std::move(added));
-      const std::size_t before = state_.parameters.size();
-      try {
-        if (!refusal.empty()) throw UsageError(refusal);
-        zero::validate(more.back());
-        inspect(more, before, seen);
-        require_appended(seen);
-        grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
-        if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
-        require_flat(seen);
-      } catch (const UsageError& error) {
-        if (state_.world() == 1) throw;
-        refusal = text_of(error);
+    Inspection seen{.verb = "add_param_group"};
+    std::optional<Layout<Partition>> grown;
+    std::vector<Opt> more = state_.groups;
+    more.push_back(std::move(added));
+    const std::size_t before = state_.parameters.size();
+    try {
+      if (!refusal.empty()) throw UsageError(refusal);
+      zero::validate(more.back());
+      inspect(more, before, seen);
+      require_appended(seen);
+      grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
+      if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
+      require_flat(seen);
+    } catch (const UsageError& error) {
+      if (state_.world() == 1) throw;
+      refusal = text_of(error);
+    }
+    build(more, seen, std::move(grown), refusal, before);
+  }
+
+  void reload_masters() {
+    state_.for_each_lane([&](auto& lane) {
+      using Lane = std::remove_cvref_t<decltype(lane)>;
+      if constexpr (Lane::storage::has_master) read_masters(lane, *state_.layout, 0);
+    });
+  }
+
+  /// Hands parameters over to the arenas. Where one's own code throws, those before it have moved.
+  void rebind_parameters() {
+    if constexpr (!moves) return;
+    state_.for_each_lane([&](auto& lane) {
+      using T = typename std::remove_cvref_t<decltype(lane)>::element;
+      if constexpr (View::values == Residency::arena) lane.base = lane.arena->data();
+      for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
+        if (state_.parameters[i].frozen || state_.parameters[i].lane != lane.index) continue;
+        auto&& parameter = detail::parameter_at(state_.store(), i);
+        const auto place_in = [&](HostArray<T>& arena) {
+          return std::span<T>(arena.data() + state_.layout->place(i).offset,
+                              state_.parameters[i].elements);
+        };
+        using Span = values_t<parameter_t<store_type>>;
+        if constexpr (View::values == Residency::arena) {
+          if (state_.steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
+          parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
+          require_rebound(i, parameter.values(), place_in(*lane.arena), "rebind", "values()");
+        }
+        if constexpr (View::gradients == Residency::arena) {
+          parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
+          require_rebound(i, parameter.gradient(), place_in(*lane.gradient_arena),
+                          "rebind_gradient", "gradient()");
+        }
       }
-      build(more, seen, std::move(grown), refusal, before);
     });
   }
 
   /// From now on sums are looked at before they are used, or not; they need room.
   void clip(std::optional<double> norm) {
-    const bool looks = norm.has_value() || state_.scaling.looks_first();
+    const bool looks = state_.keeps_sums(norm.has_value() || state_.scaling.looks_first());
     state_.for_each_lane([&](auto& lane) {
       const std::size_t room = room_for_sums(lane, *state_.layout, looks);
       using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
@@ -132,19 +164,6 @@ class Builder {
   }
 
  private:
-  /// `body` refuses on all ranks or on none; whatever else it throws the peers must learn of.
-  template <class F>
-  void or_abort(const char* what, F&& body) {
-    try {
-      body();
-    } catch (const UsageError&) {  // the same on all ranks
-      throw;
-    } catch (const std::exception& error) {
-      if (state_.world() > 1) state_.comm().abort(std::string(what) + " failed: " + error.what());
-      throw;
-    }
-  }
-
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
@@ -179,10 +198,11 @@ class Builder {
       }
       const ParameterInfo& then = state_.parameters[i];
       if (now.name != then.name || now.elements != then.elements || now.lane != then.lane ||
-          now.group != then.group || now.frozen != then.frozen || now.leader != then.leader) {
+          now.group != then.group || now.shape != then.shape || now.attributes != then.attributes) {
         throw UsageError("add_param_group: " + quoted(i, now.name) +
                          " is not what the store showed there before, " + quoted(i, then.name) +
-                         "; append new parameters at its end and leave the others as they were");
+                         " (or has another shape, element type, group or attribute); append new "
+                         "parameters at its end and leave the others as they were");
       }
     }
   }
@@ -223,7 +243,7 @@ class Builder {
     for (const ParameterInfo& info : seen.parameters) {
       some_16_bits = some_16_bits || (info.element_bytes == 2 && !info.frozen);
     }
-    const bool looks = state_.scaling.looks_first(some_16_bits);
+    const bool looks = state_.keeps_sums(state_.scaling.looks_first(some_16_bits));
     Lanes next;
     for_each_pair(next, [&](auto& lane, auto& old) {
       lane.index = old.index;
@@ -234,8 +254,7 @@ class Builder {
       if constexpr (moves) fill_arenas(lane, *made, seen.parameters);
     });
     std::vector<Opt> groups_to_be = all_groups;
-    // Nothing of the above has changed anything; nothing of what follows fails, but for a
-    // parameter's own rebind.
+    // Nothing of the above has changed anything; nothing of what follows fails.
     std::swap(state_.lanes, next);
     state_.layout.reset();
     state_.layout.emplace(std::move(*made));
@@ -246,12 +265,12 @@ class Builder {
     state_.stepping = std::move(nobody);
     state_.slots_allocated = slots_wanted;
     state_.scaling.has_16_bits = some_16_bits;
-    if constexpr (moves) rebind_parameters();
   }
 
   void agree(const Inspection& seen, std::size_t group_count, std::size_t slots_wanted,
              const std::string& refusal, std::size_t before, std::uint64_t layout) {
     Digest mine;
+    mine.topic = before == 0 ? Topic::construction : Topic::addition;
     Hash program;
     const std::string type = typeid(State).name();
     program.add(type.data(), type.size());
@@ -346,19 +365,25 @@ class Builder {
       if (!state_.settings.poison_padding) return;
       poison(array.span().subspan(from.size()));
       for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
-        if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, U{});
+        if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, zero_of<U>());
       });
     };
     for (std::size_t s = 0; s < slots_wanted; ++s) grow(lane.state[s], old.state[s]);
     if constexpr (Lane::storage::has_master) {
       grow(lane.master, old.master);
-      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
-        if (f.parameter < before) return;
-        widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
-      });
+      read_masters(lane, map, before);
     }
     lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks),
                                                         state_.settings.memory);
+  }
+
+  /// Copies values into masters, from parameter `first` on.
+  template <class Lane>
+  void read_masters(Lane& lane, const Layout<Partition>& map, std::size_t first) {
+    for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+      if (f.parameter < first) return;
+      widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
+    });
   }
 
   template <class Lane>
@@ -405,7 +430,7 @@ class Builder {
       if (!state_.settings.poison_padding) return;
       poison(arena->span());
       for (const Fragment& f : map.fragments(lane.index, all)) {
-        std::fill_n(arena->data() + f.lane_begin, f.elements, T{});
+        std::fill_n(arena->data() + f.lane_begin, f.elements, zero_of<T>());
       }
     };
     if constexpr (View::values == Residency::arena) {
@@ -438,32 +463,6 @@ class Builder {
       }
       throw UsageError(state_.name_of(i) + " doesn't use what its " + verb + " was given: " +
                        query + " still shows other memory; let it show the span given");
-    });
-  }
-
-  void rebind_parameters() {
-    state_.for_each_lane([&](auto& lane) {
-      using T = typename std::remove_cvref_t<decltype(lane)>::element;
-      if constexpr (View::values == Residency::arena) lane.base = lane.arena->data();
-      for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-        if (state_.parameters[i].frozen || state_.parameters[i].lane != lane.index) continue;
-        auto&& parameter = detail::parameter_at(state_.store(), i);
-        const auto place_in = [&](HostArray<T>& arena) {
-          return std::span<T>(arena.data() + state_.layout->place(i).offset,
-                              state_.parameters[i].elements);
-        };
-        using Span = values_t<parameter_t<store_type>>;
-        if constexpr (View::values == Residency::arena) {
-          if (state_.steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
-          parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
-          require_rebound(i, parameter.values(), place_in(*lane.arena), "rebind", "values()");
-        }
-        if constexpr (View::gradients == Residency::arena) {
-          parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
-          require_rebound(i, parameter.gradient(), place_in(*lane.gradient_arena),
-                          "rebind_gradient", "gradient()");
-        }
-      }
     });
   }
 

@@ -46,7 +46,12 @@ class Engine {
                std::move(partition), std::move(view), std::move(precision), std::move(observer),
                settings),
         marks_(state_.parameters),
-        way_(state_) {}
+        way_(state_) {
+    state_.construct_or_abort([&] {
+      way_.rebuild();
+      Builder<State>(state_).rebind_parameters();
+    });
+  }
 
   // Verbs. ZeroSharded documents them.
 
@@ -78,12 +83,7 @@ class Engine {
     }
     if (accumulating_) return;
     if (!marks_.mark(i, mark)) return;
-    try {
-      way_.complete(leader);
-    } catch (const std::exception& error) {
-      give_up(error.what(), false);
-      throw;
-    }
+    or_give_up(false, [&] { way_.complete(leader); });
   }
 
   /// Whether it was applied.
@@ -97,15 +97,13 @@ class Engine {
       if (state_.world() > 1) {
         applied = way_.step(refusal, updating);
       } else {
-        if (!refusal.empty()) throw UsageError(refusal);
+        if (!refusal.empty()) throw AgreedRefusal(refusal);
         applied = step_alone(updating);
       }
+    } catch (const AgreedRefusal&) {
+      forget_round(false);
+      throw;
     } catch (const std::exception& error) {
-      const bool refused = !updating && dynamic_cast<const UsageError*>(&error) != nullptr;
-      if (refused) {  // on all ranks
-        forget_round(false);
-        throw;
-      }
       give_up(error.what(), updating);
       throw;
     } catch (...) {
@@ -143,6 +141,12 @@ class Engine {
     Builder<State>(state_).clip(max_norm);
   }
 
+  void reload_masters() {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    Builder<State>(state_).reload_masters();
+  }
+
   void append(Opt options) {
     const std::scoped_lock lock(mutex_);
     require_usable();
@@ -151,25 +155,19 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
+    or_give_up(false, [&] { way_.drain(); });
     try {
-      way_.drain();
-    } catch (const std::exception& error) {
-      give_up(error.what(), false);
-      throw;
-    }
-    try {
-      Builder<State>(state_).append(std::move(options), std::move(refusal));
-    } catch (const UsageError&) {  // on all ranks
+      or_give_up(false,
+                 [&] { Builder<State>(state_).append(std::move(options), std::move(refusal)); });
+    } catch (const AgreedRefusal&) {
       forget_round(false);
       throw;
     }
-    marks_.grow();
-    try {
+    or_give_up(true, [&] {
+      marks_.grow();
       way_.rebuild();
-    } catch (const std::exception& error) {
-      give_up(error.what(), true);
-      throw;
-    }
+      Builder<State>(state_).rebind_parameters();
+    });
   }
 
   void zero_gradients() {
@@ -179,7 +177,7 @@ class Engine {
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
-        std::fill(memory.begin(), memory.end(), typename decltype(memory)::value_type(0));
+        std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
       });
     }
   }
@@ -209,11 +207,11 @@ class Engine {
 
  private:
   void require_usable() const {
-    if (!failure_.empty()) {
+    if (failed_) {
       throw UsageError("this optimizer failed in step " + std::to_string(state_.step_number) +
                        " with parameters half updated, and can't go on; reload a checkpoint into a "
                        "new one. The failure: " +
-                       failure_);
+                       (failure_.empty() ? "an exception without a text" : failure_));
     }
   }
   /// The caller's container may have changed behind the optimizer's back.
@@ -272,6 +270,22 @@ class Engine {
     if (found == 0) return state_.name_of(leader) + " has a null gradient; give it memory first";
     return state_.name_of(leader) + "'s gradient has " + std::to_string(found) +
            " elements, but the parameter has " + std::to_string(state_.parameters[leader].elements);
+  }
+
+  /// After what `body` throws nobody can go on, or where `halfway` not this optimizer either.
+  template <class F>
+  void or_give_up(bool halfway, F&& body) {
+    try {
+      body();
+    } catch (const AgreedRefusal&) {
+      throw;
+    } catch (const std::exception& error) {
+      give_up(error.what(), halfway);
+      throw;
+    } catch (...) {
+      give_up("an exception that is no std::exception", halfway);
+      throw;
+    }
   }
 
   bool step_alone(bool& updating) {
@@ -336,6 +350,7 @@ class Engine {
         require_unmoved(i);
         if (!marks_.whole(i)) record_gradient(i, "step");
       }
+      if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
       for (const Opt& group : state_.groups) {
         options.add(fingerprint_(group, state_.step_number + 1));
@@ -351,12 +366,24 @@ class Engine {
 
   /// After a failure that the peers don't share: they learn of it at once, and none of them reads
   /// this rank's memory any more.
-  void give_up(const char* why, bool updating) {
-    forget_round(false);
-    if (updating) failure_ = *why == '\0' ? "an exception without a text" : why;
-    if (state_.world() == 1) return;
-    state_.comm().abort("a step failed: " + std::string(why));
-    way_.give_up();
+  void give_up(const char* why, bool halfway) noexcept {
+    if (halfway) {
+      failed_ = true;
+    } else {
+      forget_round(false);
+    }
+    if (state_.world() > 1) {
+      way_.give_up();
+      try {
+        state_.comm().abort("a step failed: " + std::string(why));
+      } catch (...) {  // no memory for words
+        state_.comm().abort("");
+      }
+    }
+    try {
+      if (halfway) failure_ = why;
+    } catch (...) {
+    }
   }
 
   /// After a step, applied or refused.
@@ -373,7 +400,8 @@ class Engine {
   Fingerprint<Opt> fingerprint_{};
   State state_;
   Marks marks_;
-  std::string failure_{};  ///< why no rank can go on
+  bool failed_ = false;    ///< no rank can go on
+  std::string failure_{};  ///< why
   std::conditional_t<State::shares_memory, SharedMemoryStep<State>, BucketStep<State>> way_;
 };
 

@@ -75,6 +75,10 @@ struct EngineState : EngineIdentity {
   /// Whether values and gradients of the lane are the caller's flat buffers.
   static constexpr bool flat = FlatParamStore<store_type> && View::values == Residency::caller &&
                                View::gradients == Residency::caller && CuttingPartition<Partition>;
+  /// Whether some element type is computed in float.
+  static constexpr bool in_float = []<class... T>(TypeList<T...>) {
+    return (std::is_same_v<arithmetic_t<T>, float> || ...);
+  }(elements{});
   static constexpr bool steps_tensors = AnyWholeTensor<Opt, store_type>::value;
 
   /// Whether a gradient is there on some rank, and on all.
@@ -95,7 +99,7 @@ struct EngineState : EngineIdentity {
         observer(std::move(an_observer)),
         settings(all_settings),
         scaling(settings, world()) {
-    Builder<EngineState>(*this).construct(partition);
+    construct_or_abort([&] { Builder<EngineState>(*this).construct(partition); });
   }
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
@@ -105,11 +109,62 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int world() { return comm().size(); }
   [[nodiscard]] int rank() { return comm().rank(); }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
+  /// What only this rank throws its peers must learn of.
+  template <class F>
+  void construct_or_abort(F&& body) {
+    const auto tell = [&](const char* why) {
+      if (world() > 1) comm().abort("a construction failed: " + std::string(why));
+    };
+    try {
+      body();
+    } catch (const AgreedRefusal&) {
+      throw;
+    } catch (const std::exception& error) {
+      tell(error.what());
+      throw;
+    } catch (...) {
+      tell("an exception that is no std::exception");
+      throw;
+    }
+  }
   /// Whether parameter i has a place of its own: not frozen, not tied to another.
   [[nodiscard]] bool steps_alone(std::size_t i) const { return stands_alone(parameters, i); }
   template <class F>
   void for_each_lane(F&& f) {
     std::apply([&](auto&... lane) { (f(lane), ...); }, lanes);
+  }
+
+  /// Options may have changed: throws `UsageError` where a tensor can't be stepped with them any
+  /// more, or needs more room than there is.
+  void require_tensors_fit() {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!steps_alone(i)) continue;
+      try {
+        zero::validate(groups[parameters[i].group],
+                       std::span<const std::size_t>(parameters[i].shape));
+      } catch (const UsageError& error) {
+        throw UsageError("step: " + name_of(i) + " can't be stepped: " + error.what());
+      }
+    }
+    for_each_lane([&](auto& lane) {
+      const auto fits = [&](const Fragment& f) {
+        const ParameterInfo& info = parameters[f.parameter];
+        using S = typename std::remove_cvref_t<decltype(lane)>::storage;
+        const std::size_t needed = tensor_workspace<S>(
+            groups[info.group], slots, std::span<const std::size_t>(info.shape), f.elements);
+        if (needed <= lane.workspace.size()) return;
+        throw UsageError("step: " + name_of(f.parameter) +
+                         " needs more workspace with the options of now than with those that it "
+                         "was constructed with; construct with the larger ones");
+      };
+      if constexpr (Stage::shards_state) {
+        for (const OwnedFragment& owned : lane.owned) fits(owned.fragment);
+      } else {
+        for (const Fragment& f : layout->fragments(lane.index, {0, layout->extent(lane.index)})) {
+          fits(f);
+        }
+      }
+    });
   }
 
   // Before the update: who has which gradients, and whether they can be stepped with.
@@ -122,15 +177,20 @@ struct EngineState : EngineIdentity {
       if (!steps_alone(i) || parameters[i].elements == 0) continue;
       const Presence presence = presence_of(i);
       if (settings.gradients == Gradients::reduced && presence.somewhere != presence.everywhere) {
-        throw UsageError("step: " + name_of(i) +
-                         " has a gradient on some ranks only; reduced gradients must be the same "
-                         "on all");
+        throw AgreedRefusal(
+            "step: " + name_of(i) +
+            " has a gradient on some ranks only; reduced gradients must be the same "
+            "on all");
       }
       stepping[i] = presence.somewhere ? 1 : 0;
     }
     findings = {};
     scaling.begin_step();
   }
+
+  /// Whether ranks that share memory keep sums instead of adding in the update: where they must
+  /// look first, and where the update flushes denormals, which sums nowhere do.
+  [[nodiscard]] bool keeps_sums(bool looks) const { return looks || settings.flush_denormals; }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for
   /// `update_bucket`, `begin` counted in the own slices. Where `keeps`, their sums are left in

@@ -31,6 +31,7 @@ struct ParameterInfo {
   std::size_t elements = 0;
   std::size_t element_bytes = 0;
   std::vector<std::size_t> shape;
+  Attributes attributes{};
   bool frozen = false;
   std::size_t leader = 0;  ///< itself, or the parameter that it is tied to
   std::size_t ties = 1;    ///< of a leader: how many parameters share its place, itself included
@@ -116,6 +117,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     ParameterInfo& info = out.parameters[i];
     info.name = std::string(std::string_view(parameter.name()));
     info.group = zero::group_of(parameter);
+    info.attributes = attributes;
     info.frozen = attributes.frozen;
     info.leader = attributes.alias.value_or(i);
     if (info.group >= groups) {

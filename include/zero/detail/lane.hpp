@@ -77,17 +77,16 @@ struct HostLane {
 };
 
 /// Elements that are summed in one go.
-inline constexpr std::size_t sum_chunk = 2048;
+inline constexpr std::size_t sum_chunk = zeros_count;
 
 /// `out` = the `count` elements of all sources from `offset` on, summed in rank order, unrounded; a
 /// null source counts as zeros. @param count at most `sum_chunk`
 template <Element T>
 void sum_chunk_of(std::span<const T* const> sources, std::size_t offset, std::size_t count,
                   arithmetic_t<T>* out, std::vector<const T*>& scratch) {
-  alignas(64) static constexpr T no_gradient[sum_chunk] = {};
   scratch.resize(sources.size());
   for (std::size_t r = 0; r < sources.size(); ++r) {
-    scratch[r] = sources[r] == nullptr ? no_gradient : sources[r] + offset;
+    scratch[r] = sources[r] == nullptr ? zeros<T> : sources[r] + offset;
   }
   sum_in_rank_order_to<T>(scratch, count, out);
 }

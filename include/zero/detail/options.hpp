@@ -11,11 +11,17 @@
 
 namespace zero::detail {
 
+/// As short as it reads well, however large or small.
+[[nodiscard]] inline std::string number_text(double value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
 [[noreturn]] inline void refuse_option(const char* optimizer, const char* option, double value,
                                        const char* rule) {
-  std::ostringstream text;
-  text << optimizer << ": " << option << " is " << value << ", but it must be " << rule;
-  throw UsageError(text.str());
+  throw UsageError(std::string(optimizer) + ": " + option + " is " + number_text(value) +
+                   ", but it must be " + rule);
 }
 
 /// Refuses NaN, infinity and negative numbers.

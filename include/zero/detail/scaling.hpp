@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
 
 #include "zero/detail/findings.hpp"
+#include "zero/detail/options.hpp"
 #include "zero/error.hpp"
 #include "zero/loss_scale.hpp"
 #include "zero/settings.hpp"
@@ -24,12 +26,14 @@ class Scaling {
   }
 
   /// Throws `UsageError` for settings that make no sense.
-  void validate() const {
+  /// @param in_float whether some gradient is multiplied in float
+  void validate(bool in_float) const {
     const double scale = of_sums();
     if (!std::isfinite(scale)) {
-      throw UsageError("Settings::gradient_scale is " + std::to_string(scale) +
+      throw UsageError("Settings::gradient_scale is " + number_text(scale) +
                        "; it must be a finite number");
     }
+    if (in_float) require_in_float(scale, 1);
     if (!settings_->loss_scale) return;
     const LossScale& loss = *settings_->loss_scale;
     loss.validate();
@@ -38,14 +42,11 @@ class Scaling {
           "a dynamic loss scale learns from skipped steps, but FiniteCheck::never skips none; use "
           "where_needed, or LossScale::fixed");
     }
-    for (const double divisor : {loss.scale, is_dynamic() ? loss.minimum : loss.scale,
-                                 is_dynamic() ? loss.maximum : loss.scale}) {
-      const auto factor = static_cast<float>(scale / divisor);
-      if (std::isfinite(factor) && (factor != 0 || scale == 0)) continue;
-      throw UsageError("loss scale: gradients, which are multiplied by " + std::to_string(scale) +
-                       ", can't be divided by " + std::to_string(divisor) +
-                       " in float; use a scale nearer to 1");
-    }
+    if (!in_float) return;
+    require_in_float(scale, loss.scale);
+    if (!is_dynamic()) return;
+    require_in_float(scale, loss.minimum);
+    require_in_float(scale, loss.maximum);
   }
 
   std::optional<double> max_norm{};  ///< gradients are clipped to it
@@ -101,6 +102,16 @@ class Scaling {
   }
 
  private:
+  static void require_in_float(double scale, double divisor) {
+    const double factor = std::abs(scale / divisor);
+    const bool fits = factor <= double{std::numeric_limits<float>::max()} &&
+                      factor >= double{std::numeric_limits<float>::min()};
+    if (fits || scale == 0) return;
+    std::string text = "gradients can't be multiplied by " + number_text(scale);
+    if (divisor != 1) text = "loss scale: " + text + " / " + number_text(divisor);
+    throw UsageError(text + " in float; use a scale nearer to 1");
+  }
+
   /// Whether non-finite gradients skip the step.
   [[nodiscard]] bool checks(bool some_16_bits) const {
     if (settings_->finite_check != FiniteCheck::where_needed) {

@@ -45,14 +45,14 @@ class SharedMemoryStep {
     const std::span<const void* const> published = entered.peers();
     try {
       agree(published);
-    } catch (const UsageError&) {  // the same on all ranks
+    } catch (const AgreedRefusal&) {
       entered.leave();
       entered.wait();
       throw;
     }
     const bool local = state_.settings.gradients == Gradients::local;
     const bool looks = state_.scaling.looks_first();
-    const bool sums_first = local && (looks || !State::Stage::shards_state);
+    const bool sums_first = local && (state_.keeps_sums(looks) || !State::Stage::shards_state);
     if (sums_first) {
       sum_own_slices(published);
     } else if (looks) {

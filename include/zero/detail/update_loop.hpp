@@ -59,8 +59,13 @@ struct GradientSum {
 template <class T>
 inline constexpr std::size_t sum_block = 1024 / sizeof(T);
 
+/// Elements that are 0, as many as anybody sums in one go; as bytes, so that an element type needs
+/// no constant of its own.
+inline constexpr std::size_t zeros_count = 2048;
 template <class G>
-inline constexpr G zeros[sum_block<arithmetic_t<G>>] = {};
+alignas(64) inline constexpr unsigned char zero_bytes[zeros_count * sizeof(G)] = {};
+template <class G>
+inline const G* const zeros = reinterpret_cast<const G*>(zero_bytes<G>);
 
 /// Updates `blocks` packs `X` by `gradients`, which are multiplied by `scale` here and nowhere
 /// else. Position-independent: every element goes through this one body.

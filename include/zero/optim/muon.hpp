@@ -177,8 +177,9 @@ struct BasicMuon {
       squares += number * number;
     }
     // Only nothing at all stays nothing: a NaN must be seen.
-    const auto scale = static_cast<T>(squares == 0 ? 0 : 1 / (zero::sqrt(squares) + eps));
-    for (std::size_t i = 0; i < count; ++i) x[i] *= scale;
+    // In double, since the inverse of a tiny norm may be more than T holds.
+    const double scale = squares == 0 ? 0 : 1 / (zero::sqrt(squares) + eps);
+    for (std::size_t i = 0; i < count; ++i) x[i] = static_cast<T>(x[i] * scale);
 
     const auto a = static_cast<T>(ns_coefficients[0]), b = static_cast<T>(ns_coefficients[1]),
                c = static_cast<T>(ns_coefficients[2]);
