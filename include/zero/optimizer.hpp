@@ -14,6 +14,9 @@
 ///  3. optionally `void validate() const`: throws `UsageError` for options that make no sense. Run
 ///     at construction and before every step, for every group.
 ///
+/// Before every step ranks compare what their options do to a few made-up numbers (for whole-tensor
+/// optimizers in a tensor of shape {2, 2} or {4}), so `scalars` and `update` are called for that.
+///
 /// **Update rule**, the usual kind. One element at a time, so it may be cut anywhere:
 ///  4. `scalars<Real>(t) const` gives what is constant over one step, `Real` being the arithmetic
 ///     type and t = 1, 2, … the parameter's own step count. Compute it in `double`.

@@ -269,7 +269,9 @@ class ZeroSharded {
   }
 
   /// Leases the memory that backward writes parameter i's gradient to. End the lease before marking
-  /// the parameter. `T` is its element type, needed only where a store has several.
+  /// the parameter. `T` is its element type, needed only where a store has several. Throws
+  /// `UsageError` for a parameter that doesn't exist, is frozen, leased or marked, whose gradient
+  /// is null or of another size or type, and where the store has changed.
   template <Element T = first_element>
   [[nodiscard]] auto gradient(std::size_t i) {
     return GradientLease<Engine, T>(*engine_, i);
@@ -277,7 +279,8 @@ class ZeroSharded {
 
   /// Parameter i's gradient is complete and stays untouched until `step` returns. From any thread,
   /// in any order, once a step. What isn't marked counts as ready at `step` where the store shows a
-  /// gradient, and as absent where it shows none.
+  /// gradient, and as absent where it shows none. Throws `UsageError` as `gradient` does, and what
+  /// the communicator throws, since buckets may be sent.
   void mark_ready(std::size_t i) { engine_->mark(i, detail::Mark::ready); }
 
   /// Parameter i has no gradient on this rank in this step: zeros to the sum. Absent on all ranks,
@@ -288,6 +291,7 @@ class ZeroSharded {
   /// in the caller's memory, no traffic): marks are checked and otherwise ignored, and leases add
   /// from the second on. The backward after it marks as usual, and one step is made of all of them.
   /// Gradients are summed, so divide the loss, or `Settings::gradient_scale`, by their number.
+  /// Throws `UsageError` within another such scope, and after the first mark of a step.
   [[nodiscard]] auto accumulate() { return AccumulationScope<Engine>(*engine_); }
 
   /// Collective: reduces gradients, updates this rank's shard, gathers the parameters. Where one
@@ -303,11 +307,10 @@ class ZeroSharded {
 
   /// From the next step on gradients are scaled down so that their norm over all parameters and
   /// ranks is at most `max_norm`, by max_norm / (norm + 1e-6) as PyTorch's `clip_grad_norm_` does.
-  /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it. The same on all
-  /// ranks. Gradients need room once they are
-  /// summed: 4 bytes (double: 8) an element of the shard, allocated here. Of `double`
-  /// gradients above 1e153 the squares overflow, and the step is skipped. Throws `UsageError` for a
-  /// norm that is not above 0.
+  /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it, and frees nothing.
+  /// The same on all ranks. Gradients need room once they are summed: 4 bytes (double: 8) an
+  /// element of the shard, allocated here. Of `double` gradients above 1e153 the squares overflow,
+  /// and the step is skipped. Throws `UsageError` for a norm that is not above 0.
   void clip_grad_norm(std::optional<double> max_norm) { engine_->clip(max_norm); }
 
   /// What the loss of the next backward is to be multiplied by; 1 without `Settings::loss_scale`.
@@ -321,7 +324,8 @@ class ZeroSharded {
   /// ranks, and changes nothing, where the new parameters can't be used, among them those that the
   /// optimizer has already, or where gradients were marked or leased; marks must then be given
   /// anew. The store's other parameters must be what they were. While it runs this rank's state is
-  /// held twice.
+  /// held twice. What else is
+  /// thrown fails the communicator; where it came of handing over buffers, the optimizer too.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
   /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
@@ -354,6 +358,7 @@ class ZeroSharded {
     return engine_->locked([](const auto& state) { return state.step_number; });
   }
   /// How often parameter i has been stepped: not in steps in which it was absent on all ranks.
+  /// Throws `UsageError` for a parameter that doesn't exist.
   [[nodiscard]] std::int64_t steps(std::size_t i) const {
     return engine_->locked([&](const auto& state) {
       engine_->require(i, "steps");
