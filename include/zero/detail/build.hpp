@@ -322,7 +322,6 @@ class Builder {
     lane.values.assign(infos.size(), nullptr);
     lane.gradients.assign(infos.size(), nullptr);
     lane.sources.assign(static_cast<std::size_t>(state_.world()), nullptr);
-    lane.scratch.reserve(static_cast<std::size_t>(state_.world()));
     for (std::size_t i = 0; i < infos.size(); ++i) {
       if (infos[i].lane != lane.index || !stands_alone(infos, i)) continue;
       detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&](auto values) {

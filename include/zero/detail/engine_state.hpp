@@ -217,8 +217,8 @@ struct EngineState : EngineIdentity {
         const std::size_t count = std::min(sum_chunk, f.elements - at);
         A* const kept = keeps ? lane.reduced.data() + lane.owned[k].shard_begin + at : nullptr;
         alignas(64) A chunk[sum_chunk];
-        const A* const summed =
-            sum_chunk_to(lane, sum, at, count, keeps && !streams ? kept : chunk);
+        A* const summed = keeps && !streams ? kept : chunk;
+        sum_sources(sum, at, count, summed);
         if (looks) look_at(std::span<const A>(summed, count));
         if (streams) streamed_copy(chunk, count, kept);
       }
@@ -379,19 +379,6 @@ struct EngineState : EngineIdentity {
   template <class A>
   void look_at(std::span<const A> sums) {
     findings.look_at(sums, scaling.max_norm.has_value());
-  }
-
-  /// The sum of all sources' elements [at, at + count), at `out`.
-  template <class Lane, class G>
-  static const typename Lane::arithmetic* sum_chunk_to(Lane& lane, const GradientSum<G>& sum,
-                                                       std::size_t at, std::size_t count,
-                                                       typename Lane::arithmetic* out) {
-    if constexpr (std::is_same_v<G, typename Lane::element>) {
-      sum_chunk_of<G>(sum.sources, at, count, out, lane.scratch);
-    } else {  // summed already
-      std::copy_n(sum.sources[0] + at, count, out);
-    }
-    return out;
   }
 };
 

@@ -13,7 +13,6 @@
 #include <span>
 #include <vector>
 
-#include "zero/detail/rank_order_sum.hpp"
 #include "zero/detail/rounding.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/update_loop.hpp"
@@ -59,7 +58,6 @@ struct HostLane {
   std::vector<std::size_t> owned_begin;
   /// One pointer a rank, kept so that no step allocates; and one to sums.
   std::vector<const element*> sources;
-  std::vector<const element*> scratch;
   const arithmetic* sums = nullptr;
 
   [[nodiscard]] element* values_at(const Fragment& f) const {
@@ -78,18 +76,6 @@ struct HostLane {
 
 /// Elements that are summed in one go.
 inline constexpr std::size_t sum_chunk = zeros_count;
-
-/// `out` = the `count` elements of all sources from `offset` on, summed in rank order, unrounded; a
-/// null source counts as zeros. @param count at most `sum_chunk`
-template <Element T>
-void sum_chunk_of(std::span<const T* const> sources, std::size_t offset, std::size_t count,
-                  arithmetic_t<T>* out, std::vector<const T*>& scratch) {
-  scratch.resize(sources.size());
-  for (std::size_t r = 0; r < sources.size(); ++r) {
-    scratch[r] = sources[r] == nullptr ? zeros<T> : sources[r] + offset;
-  }
-  sum_in_rank_order_to<T>(scratch, count, out);
-}
 
 /// Steps one fragment by an update rule.
 /// @param state_begin where the fragment's slots start

@@ -95,11 +95,7 @@ void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
   const std::span<A> summed = carver.take(n);
   for (std::size_t at = 0; at < n; at += sum_chunk) {
     const std::size_t count = std::min(sum_chunk, n - at);
-    if constexpr (std::is_same_v<G, T>) {
-      sum_chunk_of<T>(gradient.sources, at, count, summed.data() + at, lane.scratch);
-    } else {
-      std::copy_n(gradient.sources[0] + at, count, summed.data() + at);
-    }
+    sum_sources(gradient, at, count, summed.data() + at);
     for (A& x : summed.subspan(at, count)) x *= gradient.scale;
   }
 

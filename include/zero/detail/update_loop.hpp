@@ -157,17 +157,35 @@ template <class X, class G>
 }
 #endif
 
+/// `out` = elements [at, at + count) of the sum, not multiplied. @param count at most `zeros_count`
+template <class G>
+void sum_sources(const GradientSum<G>& sum, std::size_t at, std::size_t count,
+                 arithmetic_t<G>* out) {
+  using T = arithmetic_t<G>;
+  using X = Pack<T>;
+  auto* add = &sum_packs_baseline<X, G>;
+#if ZERO_AVX2_CLONES
+  if (__builtin_cpu_supports("avx2")) add = &sum_packs_avx2<X, G>;
+#endif
+  const std::size_t packs = count / X::width;
+  add(sum, at, packs, out);
+  for (std::size_t i = packs * X::width; i < count; ++i) {
+    const auto from = [&](const G* source) {
+      return source == nullptr ? T(0) : element_traits<G>::load(source[at + i]);
+    };
+    T total = from(sum.sources[0]);
+    for (const G* source : sum.sources.subspan(1)) total += from(source);
+    out[i] = total;
+  }
+}
+
 template <class S, class Rule, std::size_t used, class X, class G, class Scalars>
 void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const GradientSum<G>& sum,
                  const Scalars& scalars, std::size_t count) {
   using T = typename S::arithmetic;
   auto* update = &update_packs_baseline<S, Rule, used, X, Scalars>;
-  auto* add = &sum_packs_baseline<X, G>;
 #if ZERO_AVX2_CLONES
-  if (__builtin_cpu_supports("avx2")) {
-    update = &update_packs_avx2<S, Rule, used, X, Scalars>;
-    add = &sum_packs_avx2<X, G>;
-  }
+  if (__builtin_cpu_supports("avx2")) update = &update_packs_avx2<S, Rule, used, X, Scalars>;
 #endif
   const std::size_t packs = count / X::width;
   const T* as_it_is = nullptr;
@@ -181,7 +199,7 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
     constexpr std::size_t block = sum_block<T> / X::width;
     for (std::size_t done = 0; done < packs; done += block) {
       const std::size_t some = std::min(block, packs - done);
-      add(sum, done * X::width, some, summed);
+      sum_sources(sum, done * X::width, some * X::width, summed);
       update(arrays.from(done * X::width, used), summed, sum.scale, scalars, some);
     }
   }
@@ -195,14 +213,7 @@ void update_with(const UpdateArrays<S, slot_count<Rule>>& arrays, const Gradient
   alignas(32) typename S::value values[X::width] = {};
   alignas(32) typename S::master master[X::width] = {};
   alignas(32) typename S::slot state[slot_count<Rule> + 1][X::width] = {};
-  for (std::size_t i = 0; i < rest; ++i) {
-    const auto from = [&](const G* source) {
-      return source == nullptr ? T(0) : element_traits<G>::load(source[done + i]);
-    };
-    T total = from(sum.sources[0]);
-    for (const G* source : sum.sources.subspan(1)) total += from(source);
-    gradient[i] = total;
-  }
+  sum_sources(sum, done, rest, gradient);
   UpdateArrays<S, slot_count<Rule>> tail{values, master, {}, last.noise, last.first};
   const auto for_each_array = [&](auto&& body) {
     body(values, last.values);
