@@ -36,7 +36,6 @@
 #include "zero/detail/scaling.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
-#include "zero/detail/streamed_copy.hpp"
 #include "zero/detail/tensor_step.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
@@ -199,9 +198,6 @@ struct EngineState : EngineIdentity {
   void look_at_bucket(Lane& lane, std::size_t bucket, bool keeps, const F& gradient) {
     using A = typename Lane::arithmetic;
     const bool looks = scaling.looks_first();
-    // What is looked at stays in the cache until it has been; kept sums then go past it, since they
-    // would be gone before they are used.
-    const bool streams = keeps && looks && lane.reduced.bytes() >= streamed_bytes;
     for (std::size_t k = lane.owned_begin[bucket]; k < lane.owned_begin[bucket + 1]; ++k) {
       const Fragment& f = lane.owned[k].fragment;
       if (stepping[f.parameter] == 0) continue;
@@ -213,14 +209,15 @@ struct EngineState : EngineIdentity {
           continue;
         }
       }
-      for (std::size_t at = 0; at < f.elements; at += sum_chunk) {
-        const std::size_t count = std::min(sum_chunk, f.elements - at);
-        A* const kept = keeps ? lane.reduced.data() + lane.owned[k].shard_begin + at : nullptr;
-        alignas(64) A chunk[sum_chunk];
-        A* const summed = keeps && !streams ? kept : chunk;
+      // In chunks that are still in the fastest cache when they are looked at, and so short that
+      // the processor goes on to fetch the sources ahead meanwhile (measured: 512 elements take 3/4
+      // of the time of 2048).
+      for (std::size_t at = 0; at < f.elements; at += look_chunk) {
+        const std::size_t count = std::min(look_chunk, f.elements - at);
+        alignas(64) A chunk[look_chunk];
+        A* const summed = keeps ? lane.reduced.data() + lane.owned[k].shard_begin + at : chunk;
         sum_sources(sum, at, count, summed);
         if (looks) look_at(std::span<const A>(summed, count));
-        if (streams) streamed_copy(chunk, count, kept);
       }
     }
   }

@@ -74,8 +74,9 @@ struct HostLane {
   }
 };
 
-/// Elements that are summed in one go.
+/// Elements that are summed in one go, and those that are looked at then.
 inline constexpr std::size_t sum_chunk = zeros_count;
+inline constexpr std::size_t look_chunk = 512;
 
 /// Steps one fragment by an update rule.
 /// @param state_begin where the fragment's slots start
