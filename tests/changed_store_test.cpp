@@ -133,10 +133,10 @@ TEMPLATE_LIST_TEST_CASE("a store that has changed is refused, and nothing has ch
       "mark_ready: the store shows 0 parameters");
   check_refused<TestType>(
       [&](auto& optimizer, Store& store, int) {
-        grow(store);
+        store.clear();
         optimizer.zero_grad();
       },
-      "zero_grad: the store shows 3 parameters");
+      "zero_grad: the store shows 0 parameters");
   check_refused<TestType>(
       [&](auto& optimizer, Store& store, int rank) {
         std::vector<float> gradient(13);

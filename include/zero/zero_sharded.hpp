@@ -181,8 +181,8 @@ class ZeroSharded {
   static_assert(!ParamStore<store_type> || !detail::moves_values<BucketView> ||
                     detail::RebindableStore<store_type>,
                 "zero: this bucket view moves parameters into buckets, but the store's parameters "
-                "have no rebind(values, owner) (a zero::ParamRef has none), or are const; add it, "
-                "or use zero::NoView");
+                "have no rebind(values, owner), or are const; add it (a zero::ParamRef can't have "
+                "one), or use zero::NoView");
   static_assert(!ParamStore<store_type> || !detail::moves_gradients<BucketView> ||
                     detail::GradientRebindableStore<store_type>,
                 "zero: this bucket view moves gradients into buckets, but the store's parameters "

@@ -173,7 +173,7 @@ class Engine {
   void zero_gradients() {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    require_unchanged_size("zero_grad");
+    require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
@@ -214,10 +214,12 @@ class Engine {
                        (failure_.empty() ? "an exception without a text" : failure_));
     }
   }
-  /// The caller's container may have changed behind the optimizer's back.
-  void require_unchanged_size(const char* verb) {
+  /// The caller's container may have changed behind the optimizer's back. One that has grown is on
+  /// its way to add_param_group, unless it is stepped.
+  void require_size(const char* verb, bool may_have_grown = true) {
     const std::size_t shown = std::ranges::size(state_.store());
     if (shown == state_.parameters.size()) return;
+    if (may_have_grown && shown > state_.parameters.size()) return;
     throw UsageError(std::string(verb) + ": the store shows " + std::to_string(shown) +
                      " parameters, but this optimizer has " +
                      std::to_string(state_.parameters.size()) +
@@ -237,7 +239,7 @@ class Engine {
     });
   }
   void require_trainable(std::size_t i, const char* verb) {
-    require_unchanged_size(verb);
+    require_size(verb);
     require(i, verb);
     if (state_.parameters[i].frozen) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(i) +
@@ -344,7 +346,7 @@ class Engine {
                            "', which was not asked for at construction; construct with it on");
         }
       }
-      require_unchanged_size("step");
+      require_size("step", false);
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (!state_.steps_alone(i)) continue;
         require_unmoved(i);
