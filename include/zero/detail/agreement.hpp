@@ -183,7 +183,8 @@ inline void require_agreement_to_step(int rank, const char* text, std::uint64_t 
   if (*text == '\0') {
     if (options == options_of_rank_0) return;
     text =
-        "its groups' options differ from rank 0's, or its clip_grad_norm does; set the same on all ranks";
+        "its groups' options differ from rank 0's, or its clip_grad_norm does; set the same on all "
+        "ranks";
   }
   throw AgreedRefusal("rank " + std::to_string(rank) +
                       " refused the step, so no rank took it and nothing has changed: " + text);
