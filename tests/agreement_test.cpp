@@ -1102,7 +1102,6 @@ void add_group(Store<T>& store, std::size_t g) {
     store.back().take_values(store[store.size() - 3]);
   }
 }
-constexpr std::size_t size_after[]{2, 5, 8};
 
 /// Without state, with momentum, and with another.
 const std::vector<zero::Sgd> group_rules{{.lr = 0.5},
