@@ -379,7 +379,7 @@ class ZeroSharded {
     const auto& lane = lane_of<T>();
     using Slot = typename std::remove_cvref_t<decltype(lane)>::storage::slot;
     std::vector<StateSlice<Slot>> slices;
-    for_each_kept(lane, [&](const Fragment& f, std::size_t begin) {
+    Engine::State::for_each_kept(lane, layout(), [&](const Fragment& f, std::size_t begin) {
       for (std::size_t s = 0; s < engine_->state().slots_allocated; ++s) {
         slices.push_back({engine_->state().parameters[f.parameter].name,
                           Opt::slots[s],
@@ -398,7 +398,7 @@ class ZeroSharded {
     using S = typename std::remove_cvref_t<decltype(lane)>::storage;
     std::vector<StateSlice<typename S::master>> slices;
     if constexpr (S::has_master) {
-      for_each_kept(lane, [&](const Fragment& f, std::size_t begin) {
+      Engine::State::for_each_kept(lane, layout(), [&](const Fragment& f, std::size_t begin) {
         slices.push_back({engine_->state().parameters[f.parameter].name,
                           "master",
                           {f.parameter_begin, f.parameter_begin + f.elements},
@@ -434,15 +434,6 @@ class ZeroSharded {
         "zero: the store has no parameters of this element type; ask for one that it has");
     return std::get<detail::lane_of<T, typename Engine::elements>::value>(
         engine_->usable_state().lanes);
-  }
-  template <class Lane, class F>
-  void for_each_kept(const Lane& lane, F&& f) const {
-    if constexpr (Stage::shards_state) {
-      for (const auto& owned : lane.owned) f(owned.fragment, owned.shard_begin);
-    } else {
-      const Interval all{0, layout().extent(lane.index)};
-      for (const Fragment& part : layout().fragments(lane.index, all)) f(part, part.lane_begin);
-    }
   }
 
   std::unique_ptr<Engine> engine_;

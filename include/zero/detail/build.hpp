@@ -363,7 +363,7 @@ class Builder {
       if (from.size() != 0) std::memcpy(array.data(), from.data(), from.bytes());
       if (!state_.settings.poison_padding) return;
       poison(array.span().subspan(from.size()));
-      for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+      State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
         if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, zero_of<U>());
       });
     };
@@ -379,7 +379,7 @@ class Builder {
   /// Copies values into masters, from parameter `first` on.
   template <class Lane>
   void read_masters(Lane& lane, const Layout<Partition>& map, std::size_t first) {
-    for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+    State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
       if (f.parameter < first) return;
       widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
     });
@@ -390,25 +390,13 @@ class Builder {
                           const std::vector<ParameterInfo>& infos,
                           const std::vector<Opt>& all_groups) {
     std::size_t most = 0;
-    for_each_kept(lane, map, [&](const Fragment& f, std::size_t) {
+    State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t) {
       const ParameterInfo& info = infos[f.parameter];
       most = std::max(most, tensor_workspace<typename Lane::storage>(
                                 all_groups[info.group], slots,
                                 std::span<const std::size_t>(info.shape), f.elements));
     });
     lane.workspace = HostArray<typename Lane::arithmetic>(most, state_.settings.memory);
-  }
-
-  /// `f(fragment, begin)` for all that slots are kept for.
-  template <class Lane, class F>
-  void for_each_kept(const Lane& lane, const Layout<Partition>& map, F&& f) {
-    if constexpr (Stage::shards_state) {
-      for (const OwnedFragment& owned : lane.owned) f(owned.fragment, owned.shard_begin);
-    } else {
-      for (const Fragment& fragment : map.fragments(lane.index, {0, map.extent(lane.index)})) {
-        f(fragment, fragment.lane_begin);
-      }
-    }
   }
 
   template <class U>

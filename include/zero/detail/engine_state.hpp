@@ -133,6 +133,19 @@ struct EngineState : EngineIdentity {
     std::apply([&](auto&... lane) { (f(lane), ...); }, lanes);
   }
 
+  /// `f(fragment, begin)` for all that this rank keeps state for, `begin` being where its slots
+  /// start: its own, or everything without sharding.
+  template <class Lane, class F>
+  static void for_each_kept(const Lane& lane, const Layout<Partition>& map, F&& f) {
+    if constexpr (Stage::shards_state) {
+      for (const OwnedFragment& owned : lane.owned) f(owned.fragment, owned.shard_begin);
+    } else {
+      for (const Fragment& fragment : map.fragments(lane.index, {0, map.extent(lane.index)})) {
+        f(fragment, fragment.lane_begin);
+      }
+    }
+  }
+
   /// Options may have changed: throws `UsageError` where a tensor can't be stepped with them any
   /// more, or needs more room than there is.
   void require_tensors_fit() {
@@ -146,7 +159,7 @@ struct EngineState : EngineIdentity {
       }
     }
     for_each_lane([&](auto& lane) {
-      const auto fits = [&](const Fragment& f) {
+      for_each_kept(lane, *layout, [&](const Fragment& f, std::size_t) {
         const ParameterInfo& info = parameters[f.parameter];
         using S = typename std::remove_cvref_t<decltype(lane)>::storage;
         const std::size_t needed = tensor_workspace<S>(
@@ -155,14 +168,7 @@ struct EngineState : EngineIdentity {
         throw UsageError("step: " + name_of(f.parameter) +
                          " needs more workspace with the options of now than with those that it "
                          "was constructed with; construct with the larger ones");
-      };
-      if constexpr (Stage::shards_state) {
-        for (const OwnedFragment& owned : lane.owned) fits(owned.fragment);
-      } else {
-        for (const Fragment& f : layout->fragments(lane.index, {0, layout->extent(lane.index)})) {
-          fits(f);
-        }
-      }
+      });
     });
   }
 
