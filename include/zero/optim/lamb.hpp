@@ -14,7 +14,7 @@
 
 #include "zero/detail/options.hpp"
 #include "zero/detail/pack.hpp"
-#include "zero/detail/packed_norm.hpp"
+#include "zero/detail/packed_square_sum.hpp"
 #include "zero/detail/with_packs.hpp"
 #include "zero/math.hpp"
 #include "zero/optimizer.hpp"
