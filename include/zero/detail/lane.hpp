@@ -74,8 +74,7 @@ struct HostLane {
   }
 };
 
-/// Elements that are summed in one go, and those that are looked at then.
-inline constexpr std::size_t sum_chunk = zeros_count;
+/// Elements that are summed, and then looked at, in one go.
 inline constexpr std::size_t look_chunk = 512;
 
 /// Steps one fragment by an update rule.

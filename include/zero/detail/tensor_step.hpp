@@ -93,11 +93,8 @@ void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
   Carver<A> carver(lane.workspace.span());
 
   const std::span<A> summed = carver.take(n);
-  for (std::size_t at = 0; at < n; at += sum_chunk) {
-    const std::size_t count = std::min(sum_chunk, n - at);
-    sum_sources(gradient, at, count, summed.data() + at);
-    for (A& x : summed.subspan(at, count)) x *= gradient.scale;
-  }
+  sum_sources(gradient, 0, n, summed.data());
+  for (A& x : summed) x *= gradient.scale;
 
   std::span<A> values;
   if constexpr (S::has_master) {

@@ -59,8 +59,8 @@ struct GradientSum {
 template <class T>
 inline constexpr std::size_t sum_block = 1024 / sizeof(T);
 
-/// Elements that are 0, as many as anybody sums in one go; as bytes, so that an element type needs
-/// no constant of its own.
+/// Elements that are 0, as many as are summed in one go; as bytes, so that an element type needs no
+/// constant of its own.
 inline constexpr std::size_t zeros_count = 2048;
 template <class G>
 alignas(64) inline constexpr unsigned char zero_bytes[zeros_count * sizeof(G)] = {};
@@ -157,7 +157,7 @@ template <class X, class G>
 }
 #endif
 
-/// `out` = elements [at, at + count) of the sum, not multiplied. @param count at most `zeros_count`
+/// `out` = elements [at, at + count) of the sum, not multiplied.
 template <class G>
 void sum_sources(const GradientSum<G>& sum, std::size_t at, std::size_t count,
                  arithmetic_t<G>* out) {
@@ -167,9 +167,11 @@ void sum_sources(const GradientSum<G>& sum, std::size_t at, std::size_t count,
 #if ZERO_AVX2_CLONES
   if (__builtin_cpu_supports("avx2")) add = &sum_packs_avx2<X, G>;
 #endif
-  const std::size_t packs = count / X::width;
-  add(sum, at, packs, out);
-  for (std::size_t i = packs * X::width; i < count; ++i) {
+  const std::size_t whole = count - count % X::width;
+  for (std::size_t done = 0; done < whole; done += zeros_count) {
+    add(sum, at + done, std::min(zeros_count, whole - done) / X::width, out + done);
+  }
+  for (std::size_t i = whole; i < count; ++i) {
     const auto from = [&](const G* source) {
       return source == nullptr ? T(0) : element_traits<G>::load(source[at + i]);
     };
