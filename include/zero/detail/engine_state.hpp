@@ -5,20 +5,14 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <exception>
-#include <limits>
-#include <memory>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -28,7 +22,6 @@
 #include "zero/detail/build.hpp"
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
-#include "zero/detail/hash.hpp"
 #include "zero/detail/inspect.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/policies.hpp"

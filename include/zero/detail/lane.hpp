@@ -3,12 +3,9 @@
 /// What one rank keeps for all parameters of one element type, and the update of one fragment.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
