@@ -6,6 +6,7 @@
 #include <zero/detail/pack.hpp>
 #include <zero/detail/rank_order_sum.hpp>
 #include <zero/detail/rounding.hpp>
+#include <zero/detail/update_loop.hpp>
 #include <zero/element.hpp>
 #include <zero/float16.hpp>
 #include <zero/rounding.hpp>
@@ -585,7 +586,8 @@ void check_sums(const Summands<T>& summands, std::size_t n, std::size_t misalign
   std::vector<T> rounded(n + misaligned + 1, T(77.F));
   std::vector<float> exact(n + misaligned + 1, 77.F);
   zero::detail::sum_in_rank_order<T>(summands.pointers, n, rounded.data() + misaligned);
-  zero::detail::sum_in_rank_order_to<T>(summands.pointers, n, exact.data() + misaligned);
+  zero::detail::sum_sources(zero::detail::GradientSum<T>{summands.pointers, 1}, 0, n,
+                            exact.data() + misaligned);
   CAPTURE(n, misaligned, summands.pointers.size());
   check_same(
       n, [&](auto i) { return bits_of(exact[misaligned + i]); },
@@ -637,7 +639,7 @@ TEST_CASE("sums: rounding every partial sum would lose all summands", "[element]
   std::vector<bfloat16> sum(n);
   zero::detail::sum_in_rank_order<bfloat16>(sources, n, sum.data());
   std::vector<float> exact(n);
-  zero::detail::sum_in_rank_order_to<bfloat16>(sources, n, exact.data());
+  zero::detail::sum_sources(zero::detail::GradientSum<bfloat16>{sources, 1}, 0, n, exact.data());
   for (std::size_t i = 0; i < n; ++i) {
     CHECK(static_cast<float>(sum[i]) == 1.5F);
     CHECK(exact[i] == 1.5F);
@@ -648,6 +650,6 @@ TEST_CASE("sums: unrounded ones of float and double are their sums", "[element]"
   const std::vector<double> a{1, 0.1, 3}, b{4, 0.2, 6};
   const std::vector<const double*> sources{a.data(), b.data()};
   std::vector<double> sum(3);
-  zero::detail::sum_in_rank_order_to<double>(sources, 3, sum.data());
+  zero::detail::sum_sources(zero::detail::GradientSum<double>{sources, 1}, 0, 3, sum.data());
   CHECK(sum == std::vector<double>{5, 0.1 + 0.2, 9});
 }

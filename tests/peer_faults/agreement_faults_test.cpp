@@ -623,7 +623,8 @@ TEST_CASE("DS #1800: 257 summands in rank order", "[peer_faults]") {
   std::vector<const zero::bfloat16*> sources(257, small.data());
   sources[0] = one.data();
   std::vector<float> sums(133);
-  zero::detail::sum_in_rank_order_to<zero::bfloat16>(sources, sums.size(), sums.data());
+  zero::detail::sum_sources(zero::detail::GradientSum<zero::bfloat16>{sources, 1}, 0, sums.size(),
+                            sums.data());
   CHECK(sums == std::vector<float>(133, 1.5F));
   std::vector<zero::bfloat16> rounded(133);
   zero::detail::sum_in_rank_order<zero::bfloat16>(sources, rounded.size(), rounded.data());

@@ -15,7 +15,7 @@
 
 #include "zero/communicator.hpp"
 #include "zero/detail/lane.hpp"
-#include "zero/detail/rank_order_sum.hpp"
+#include "zero/detail/update_loop.hpp"
 #include "zero/element.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory.hpp"
@@ -227,7 +227,7 @@ class BucketTraffic {
     for (std::size_t r = 0; r < sources_.size(); ++r) {
       sources_[r] = flight.received.data() + r * mine.size();
     }
-    sum_in_rank_order_to<T>(sources_, own.size(), own.data());
+    sum_sources(GradientSum<T>{sources_, 1}, 0, own.size(), own.data());
     if (shards_state_) return;
     count_slices(flight.bucket, flight);
     comm_->all_gather_v(std::span<const A>(own), sums, std::span<const std::size_t>(flight.counts))

@@ -80,24 +80,14 @@ std::size_t sum_blocks(std::span<const T* const> sources, std::size_t i, std::si
   return i;
 }
 
-/// The sum as it's wanted: left in the arithmetic type, or rounded to `T`.
-template <Element T, class Out>
-Out rounded_sum(arithmetic_t<T> sum) noexcept {
-  if constexpr (std::is_same_v<Out, arithmetic_t<T>>) {
-    return sum;
-  } else {
-    return round_to<T, Rounding::nearest>(sum);
-  }
-}
-
 /// The elements from `i` to `n`, one by one.
-template <Element T, class Out>
+template <Element T>
 void sum_elements(std::span<const T* const> sources, std::size_t i, std::size_t n,
-                  Out* out) noexcept {
+                  T* out) noexcept {
   for (; i < n; ++i) {
     arithmetic_t<T> sum = load_element(sources[0][i]);
     for (std::size_t r = 1; r < sources.size(); ++r) sum += load_element(sources[r][i]);
-    out[i] = rounded_sum<T, Out>(sum);
+    out[i] = round_to<T, Rounding::nearest>(sum);
   }
 }
 
@@ -106,12 +96,12 @@ void sum_elements(std::span<const T* const> sources, std::size_t i, std::size_t 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"
 
-template <class X, bool streamed, Element T, class Out>
-[[gnu::always_inline]] inline void store_sum(const X& sum, Out* to) {
+template <class X, bool streamed, Element T>
+[[gnu::always_inline]] inline void store_sum(const X& sum, T* to) {
   if constexpr (streamed) {
 #if ZERO_SSE2
-    alignas(32) Out stored[X::width];
-    store_sum<X, false, T>(sum, stored);
+    alignas(32) T stored[X::width];
+    store_sum<X, false>(sum, stored);
     for (std::size_t i = 0; i < sizeof stored / 16; ++i) {
       _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i,
                        _mm_load_si128(reinterpret_cast<const __m128i*>(stored) + i));
@@ -124,10 +114,9 @@ template <class X, bool streamed, Element T, class Out>
 
 /// Whole blocks of sums of 16-bit elements; returns where it stopped.
 /// @tparam streamed past the caches; `out` lies on 16 bytes
-template <class X, bool streamed, Element T, class Out>
+template <class X, bool streamed, Element T>
 [[gnu::always_inline]] inline std::size_t sum_packed_blocks(std::span<const T* const> sources,
-                                                            std::size_t i, std::size_t n,
-                                                            Out* out) {
+                                                            std::size_t i, std::size_t n, T* out) {
   constexpr std::size_t w = X::width;
   constexpr std::size_t block = 4 * w;  // a cache line of each source
   // As above: every source is read before the block is written.
@@ -140,38 +129,38 @@ template <class X, bool streamed, Element T, class Out>
       s0 += load_pack<X>(x), s1 += load_pack<X>(x + w);
       s2 += load_pack<X>(x + 2 * w), s3 += load_pack<X>(x + 3 * w);
     }
-    Out* to = out + i;
-    store_sum<X, streamed, T>(s0, to), store_sum<X, streamed, T>(s1, to + w);
-    store_sum<X, streamed, T>(s2, to + 2 * w), store_sum<X, streamed, T>(s3, to + 3 * w);
+    T* to = out + i;
+    store_sum<X, streamed>(s0, to), store_sum<X, streamed>(s1, to + w);
+    store_sum<X, streamed>(s2, to + 2 * w), store_sum<X, streamed>(s3, to + 3 * w);
   }
   return i;
 }
 
-template <class X, bool streamed, Element T, class Out>
+template <class X, bool streamed, Element T>
 [[gnu::flatten, gnu::noinline]] std::size_t sum_packed_baseline(std::span<const T* const> sources,
                                                                 std::size_t i, std::size_t n,
-                                                                Out* out) noexcept {
+                                                                T* out) noexcept {
   return sum_packed_blocks<X, streamed>(sources, i, n, out);
 }
 
 #if ZERO_AVX2_CLONES
-template <class X, bool streamed, Element T, class Out>
+template <class X, bool streamed, Element T>
 [[gnu::target("avx2"), gnu::flatten, gnu::noinline]] std::size_t sum_packed_avx2(
-    std::span<const T* const> sources, std::size_t i, std::size_t n, Out* out) noexcept {
+    std::span<const T* const> sources, std::size_t i, std::size_t n, T* out) noexcept {
   return sum_packed_blocks<typename X::InAvx, streamed>(sources, i, n, out);
 }
 #endif
 
 /// The sums of 16-bit elements from `i` on, as far as they fill blocks; returns where it stopped.
-template <bool streamed, class X = Pack<float>, Element T, class Out>
+template <bool streamed, class X = Pack<float>, Element T>
 std::size_t sum_packed(std::span<const T* const> sources, std::size_t i, std::size_t n,
-                       Out* out) noexcept {
+                       T* out) noexcept {
 #if ZERO_AVX2_CLONES
   if (__builtin_cpu_supports("avx2")) {
-    return sum_packed_avx2<X, streamed, T, Out>(sources, i, n, out);
+    return sum_packed_avx2<X, streamed, T>(sources, i, n, out);
   }
 #endif
-  return sum_packed_baseline<X, streamed, T, Out>(sources, i, n, out);
+  return sum_packed_baseline<X, streamed, T>(sources, i, n, out);
 }
 
 #pragma GCC diagnostic pop
@@ -179,16 +168,14 @@ std::size_t sum_packed(std::span<const T* const> sources, std::size_t i, std::si
 #endif
 
 /// Sums of elements that are computed in another type.
-/// @tparam Out `T`, or what its sums are computed in
-template <Element T, class Out>
-void sum_converted(std::span<const T* const> sources, std::size_t n, Out* out) noexcept {
+template <Element T>
+void sum_converted(std::span<const T* const> sources, std::size_t n, T* out) noexcept {
 #if ZERO_VECTOR_TYPES
   if constexpr (is_16_bit<T>) {
     std::size_t done = 0;
 #if ZERO_SSE2
-    const auto* const to = static_cast<const void*>(out);
-    if (n * sizeof(Out) >= streamed_bytes &&
-        std::find(sources.begin(), sources.end(), to) == sources.end()) {
+    if (n * sizeof(T) >= streamed_bytes &&
+        std::find(sources.begin(), sources.end(), out) == sources.end()) {
       done = unaligned_elements(out, n);
       sum_elements(sources, 0, done, out);
       done = sum_packed<true>(sources, done, n, out);
@@ -208,7 +195,7 @@ void sum_converted(std::span<const T* const> sources, std::size_t n, Out* out) n
       const T* x = sources[r] + i;
       for (std::size_t j = 0; j < count; ++j) sums[j] += load_element(x[j]);
     }
-    for (std::size_t j = 0; j < count; ++j) out[i + j] = rounded_sum<T, Out>(sums[j]);
+    for (std::size_t j = 0; j < count; ++j) out[i + j] = round_to<T, Rounding::nearest>(sums[j]);
   }
 }
 
@@ -242,18 +229,6 @@ void sum_in_rank_order(std::span<const T* const> sources, std::size_t n, T* out)
     done = sum_blocks<V>(sources, done, n, out,
                          [](const V& vector, T* to) { store_vector(vector, to); });
     sum_until(done, n);
-  } else {
-    sum_converted(sources, n, out);
-  }
-}
-
-/// The same sum before it's rounded: `out` is disjoint from every source, unless `T` is what its
-/// sums are computed in.
-template <Element T>
-void sum_in_rank_order_to(std::span<const T* const> sources, std::size_t n,
-                          arithmetic_t<T>* out) noexcept {
-  if constexpr (std::is_same_v<T, arithmetic_t<T>>) {
-    sum_in_rank_order<T>(sources, n, out);
   } else {
     sum_converted(sources, n, out);
   }
