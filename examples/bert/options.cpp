@@ -1,0 +1,106 @@
+#include "options.hpp"
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+#include <map>
+#include <string>
+
+#include "input_error.hpp"
+
+namespace bert {
+
+namespace {
+
+void require(bool holds, const std::string& sentence) {
+  if (!holds) throw InputError(sentence);
+}
+
+}  // namespace
+
+std::optional<Options> parse(int argc, const char* const* argv) {
+  Options options;
+  std::string model = "mini";
+  double bucket_mib = 25;
+  std::int64_t ranks = options.ranks, batch = 8, sequence = 128, steps = 60, warmup = 6;
+  std::int64_t vocabulary = 0;
+  double clip = 0, weight_decay = 0;
+
+  CLI::App app{
+      "Trains BERT on ranks that are threads of this process, with its optimizer replicated "
+      "or sharded, and shows memory and time side by side."};
+  app.add_option("--model", model, "tiny, mini, base or large")->capture_default_str();
+  app.add_option("--ranks", ranks, "how many")->capture_default_str();
+  app.add_option("--mode", options.mode, "replicated, sharded, or compare: one after the other")
+      ->transform(
+          CLI::CheckedTransformer(std::map<std::string, Mode>{{"replicated", Mode::replicated},
+                                                              {"sharded", Mode::sharded},
+                                                              {"compare", Mode::compare}}))
+      ->default_str("compare");
+  app.add_option("--optimizer", options.optimizer, "adam, adamw, sgd, lion or lamb")
+      ->capture_default_str();
+  app.add_option("--partition", options.partition, "contiguous or balanced");
+  app.add_option("--bucket-view", options.bucket_view, "none, param or param-and-grad")
+      ->capture_default_str();
+  app.add_option("--bucket-mib", bucket_mib, "size of a bucket in MiB")->capture_default_str();
+  app.add_option("--precision", options.precision,
+                 "of parameters and gradients: fp32, bf16 or fp16")
+      ->capture_default_str();
+  app.add_option("--batch", batch, "sequences a rank and step")->capture_default_str();
+  app.add_option("--seq", sequence, "tokens in a sequence")->capture_default_str();
+  app.add_option("--steps", steps, "how many")->capture_default_str();
+  app.add_option("--lr", options.lr, "learning rate at the end of the warm-up; it then falls to 0")
+      ->capture_default_str();
+  app.add_option("--warmup", warmup, "steps over which the learning rate rises")
+      ->capture_default_str();
+  CLI::Option* clips = app.add_option("--clip", clip, "the largest gradient norm");
+  CLI::Option* decays =
+      app.add_option("--weight-decay", weight_decay, "of matrices; without: the optimizer's own");
+  app.add_option("--dropout", options.dropout, "share of activations dropped")
+      ->capture_default_str();
+  CLI::Option* text = app.add_option("--text", options.text,
+                                     "files to train on; without: the licence texts that every "
+                                     "Debian system has");
+  app.add_flag("--synthetic", options.synthetic, "train on random words instead")->excludes(text);
+  app.add_option("--vocabulary", vocabulary, "how many tokens; without: the text's");
+  app.add_option("--seed", options.seed, "of weights, batches and dropout")->capture_default_str();
+  app.add_option("--json", options.json, "write the results there");
+  app.add_option("--trace", options.trace, "write a trace there, for ui.perfetto.dev");
+  app.add_flag("--describe", options.describe, "only print what the model is made of");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() != 0) throw InputError(error.what());
+    app.exit(error);
+    return std::nullopt;
+  }
+
+  options.model = config_of(model);
+  require(ranks >= 1 && ranks <= 1024,
+          "--ranks " + std::to_string(ranks) + ": give a number from 1 to 1024");
+  require(batch >= 1, "--batch " + std::to_string(batch) + ": give at least one sequence");
+  require(steps >= 1, "--steps " + std::to_string(steps) + ": give at least one step");
+  require(warmup >= 0, "--warmup " + std::to_string(warmup) + ": give 0 or more steps");
+  require(sequence >= 3 && sequence <= static_cast<std::int64_t>(options.model.positions),
+          "--seq " + std::to_string(sequence) + ": a sequence has 3 to " +
+              std::to_string(options.model.positions) + " tokens in this model");
+  require(bucket_mib > 0 && bucket_mib <= 1 << 20,
+          "--bucket-mib " + std::to_string(bucket_mib) + ": give a size above 0");
+  require(vocabulary >= 0, "--vocabulary " + std::to_string(vocabulary) + ": give 0 or more");
+  require(options.dropout >= 0 && options.dropout < 1,
+          "--dropout " + std::to_string(options.dropout) + ": give a share from 0 to below 1");
+  options.ranks = static_cast<int>(ranks);
+  options.batch = static_cast<std::size_t>(batch);
+  options.sequence = static_cast<std::size_t>(sequence);
+  options.steps = static_cast<std::size_t>(steps);
+  options.warmup = static_cast<std::size_t>(warmup);
+  options.vocabulary = static_cast<std::size_t>(vocabulary);
+  options.bucket_bytes = static_cast<std::size_t>(bucket_mib * (1 << 20));
+  if (clips->count() > 0) options.clip = clip;
+  if (decays->count() > 0) options.weight_decay = weight_decay;
+  if (options.partition.empty()) {
+    options.partition = options.optimizer == "lamb" ? "balanced" : "contiguous";
+  }
+  return options;
+}
+
+}  // namespace bert

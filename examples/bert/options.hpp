@@ -1,0 +1,50 @@
+// What the command line says.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "batch.hpp"
+#include "config.hpp"
+#include "model.hpp"
+
+namespace bert {
+
+enum class Mode { replicated, sharded, compare };
+
+struct Options {
+  Config model;  ///< with the vocabulary that is trained on
+  int ranks = 2;
+  Mode mode = Mode::compare;
+  std::string optimizer = "adam";
+  std::string partition;  ///< empty: what the optimizer works best with
+  std::string bucket_view = "param";
+  std::string precision = "fp32";
+  std::size_t bucket_bytes = 0;
+  std::size_t batch = 8;  ///< sequences a rank and step
+  std::size_t sequence = 128;
+  std::size_t steps = 60;
+  double lr = 1e-3;
+  std::size_t warmup = 0;
+  std::optional<double> clip;
+  std::optional<double> weight_decay;  ///< none: the optimizer's own
+  double dropout = 0;
+  bool synthetic = false;
+  std::vector<std::filesystem::path> text;
+  std::size_t vocabulary = 0;  ///< wanted; 0: all words, as far as the model goes
+  std::uint64_t seed = 1;
+  std::filesystem::path json, trace;
+  bool describe = false;
+
+  [[nodiscard]] BatchSize batch_size() const { return {batch, sequence, predictions_of(sequence)}; }
+};
+
+/// Nothing where only help was asked for, and has been printed. Throws `InputError`. Of the model,
+/// the vocabulary is not yet that of the text.
+[[nodiscard]] std::optional<Options> parse(int argc, const char* const* argv);
+
+}  // namespace bert

@@ -1,0 +1,228 @@
+#include "report.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
+
+#include "input_error.hpp"
+
+namespace bert {
+
+namespace {
+
+#ifdef __GNUC__
+[[gnu::format(printf, 1, 2)]]
+#endif
+std::string formatted(const char* format, ...) {
+  char line[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(line, sizeof line, format, arguments);
+  va_end(arguments);
+  return line;
+}
+
+constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 5> memory_parts{
+    {{"parameters", &RankMemory::parameters},
+     {"gradients", &RankMemory::gradients},
+     {"state", &RankMemory::state},
+     {"buckets", &RankMemory::buckets},
+     {"activations", &RankMemory::activations}}};
+
+constexpr std::array<std::pair<const char*, double StepTime::*>, 6> time_parts{
+    {{"forward", &StepTime::forward},
+     {"backward", &StepTime::backward},
+     {"wait", &StepTime::wait},
+     {"reduce", &StepTime::reduce},
+     {"update", &StepTime::update},
+     {"gather", &StepTime::gather}}};
+
+double ratio(double a, double b) { return b == 0 ? 1 : a / b; }
+double ratio(std::size_t a, std::size_t b) {
+  return ratio(static_cast<double>(a), static_cast<double>(b));
+}
+double megabytes(std::uint64_t bytes) { return 1e-6 * static_cast<double>(bytes); }
+
+/// The rank that keeps most.
+const RankMemory& fullest(const RunReport& run) {
+  return *std::max_element(
+      run.memory.begin(), run.memory.end(),
+      [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
+}
+
+std::string memory_table(const RunReport& run) {
+  std::string text = run.mode + ", bytes per rank\n";
+  text +=
+      "  rank  parameters    gradients  optimizer state     buckets  activations          sum\n";
+  for (std::size_t r = 0; r < run.memory.size(); ++r) {
+    const RankMemory& m = run.memory[r];
+    text += formatted("  %4zu %11zu  %11zu      %11zu %11zu  %11zu  %11zu\n", r, m.parameters,
+                      m.gradients, m.state, m.buckets, m.activations, m.total());
+  }
+  const Resident& seen = run.resident;
+  if (seen.before && seen.built && seen.after) {
+    text += formatted(
+        "  the process, %zu rank%s, resident MB: before %.1f, models and optimizers "
+        "built %.1f, at the end %.1f",
+        run.memory.size(), run.memory.size() == 1 ? "" : "s", megabytes(*seen.before),
+        megabytes(*seen.built), megabytes(*seen.after));
+    if (seen.peak) text += formatted(", peak %.1f", megabytes(*seen.peak));
+    std::size_t estimated = 0;
+    for (const RankMemory& m : run.estimated) estimated += m.model_state();
+    if (estimated > 0 && *seen.built >= *seen.before) {
+      text += formatted("\n  built: grown by %.1f, estimated before %.1f: ratio %.4f",
+                        megabytes(*seen.built - *seen.before), megabytes(estimated),
+                        ratio(*seen.built - *seen.before, estimated));
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+std::string time_table(const std::vector<RunReport>& runs) {
+  std::string text = "ms per step (medians)";
+  text += "\n             rank";
+  for (const auto& [name, part] : time_parts) text += formatted("  %9s", name);
+  text += "       step  products\n";
+  for (const RunReport& run : runs) {
+    for (std::size_t r = 0; r < run.time.size(); ++r) {
+      const StepTime& t = run.time[r];
+      text += formatted("  %-10s %4zu", run.mode.c_str(), r);
+      for (const auto& [name, part] : time_parts) text += formatted("  %9.2f", 1e3 * t.*part);
+      text +=
+          formatted("  %9.2f     %4.1f%%\n", 1e3 * t.total(), 100 * ratio(t.products, t.total()));
+    }
+  }
+  text +=
+      "  wait: for slower ranks and to agree; reduce: 0 where sums are taken as part of the "
+      "update;\n"
+      "  products: share of the step spent in matrix products\n";
+  return text;
+}
+
+std::string comparison(const RunReport& replicated, const RunReport& sharded) {
+  const RankMemory &before = fullest(replicated), &after = fullest(sharded);
+  std::string text = formatted("%-42s %14s %14s  ratio\n", "side by side", "replicated", "sharded");
+  const auto bytes = [&](const char* name, std::size_t a, std::size_t b) {
+    text += formatted("  %-40s %14zu %14zu  %.3f\n", name, a, b, ratio(b, a));
+  };
+  const auto milliseconds = [&](const char* name, double a, double b) {
+    text += formatted("  %-40s %14.2f %14.2f  %.3f\n", name, 1e3 * a, 1e3 * b, ratio(b, a));
+  };
+  bytes("optimizer state, bytes per rank", before.state, after.state);
+  bytes("all but activations, bytes per rank", before.model_state(), after.model_state());
+  bytes("all, bytes per rank", before.total(), after.total());
+  const StepTime &slow = replicated.slowest(), &fast = sharded.slowest();
+  milliseconds("reduce + update + gather, ms", slow.optimizer(), fast.optimizer());
+  milliseconds("step, ms", slow.total(), fast.total());
+  text += formatted("losses and parameters: %s (hashes %016llx, %016llx)\n",
+                    same_bits(replicated, sharded) ? "the same, bit for bit" : "DIFFERENT",
+                    static_cast<unsigned long long>(replicated.hash),
+                    static_cast<unsigned long long>(sharded.hash));
+  return text;
+}
+
+}  // namespace
+
+bool same_bits(const RunReport& a, const RunReport& b) {
+  return a.hash == b.hash && a.losses.size() == b.losses.size() &&
+         std::memcmp(a.losses.data(), b.losses.data(), a.losses.size() * sizeof(float)) == 0;
+}
+
+std::string tables(const Options& options, const std::vector<RunReport>& runs) {
+  std::string text;
+  for (const RunReport& run : runs) {
+    text += memory_table(run);
+    if (run.skipped > 0) {
+      text += formatted("  %zu of %zu steps were skipped: gradients were not finite\n", run.skipped,
+                        run.losses.size());
+    }
+    text += "\n";
+  }
+  text += time_table(runs);
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (cores > 0 && options.ranks > cores) {
+    text += formatted("  (%d ranks take turns on %d processors, so the times say little)\n",
+                      options.ranks, cores);
+  }
+  if (runs.size() == 2) text += "\n" + comparison(runs[0], runs[1]);
+  return text;
+}
+
+std::string progress_line(const Options& options, const RunReport& run) {
+  const std::size_t done = run.losses.size();
+  const double each = run.seconds / static_cast<double>(done);
+  const double tokens =
+      static_cast<double>(options.batch_size().tokens() * static_cast<std::size_t>(options.ranks));
+  std::string text = formatted("%-10s step %4zu/%zu  loss %.4f", run.mode.c_str(), done,
+                               options.steps, static_cast<double>(run.losses.back()));
+  if (!run.norms.empty()) text += formatted("  norm %.3f", run.norms.back());
+  text += formatted("  %.0f tokens/s  %.0f s left", tokens / each,
+                    each * static_cast<double>(options.steps - done));
+  return text;
+}
+
+void write_json(const Options& options, const std::vector<RunReport>& runs) {
+  nlohmann::ordered_json all{{"model", options.model.name},
+                             {"vocabulary", options.model.vocabulary},
+                             {"optimizer", options.optimizer},
+                             {"precision", options.precision},
+                             {"partition", options.partition},
+                             {"bucket_view", options.bucket_view},
+                             {"bucket_bytes", options.bucket_bytes},
+                             {"ranks", options.ranks},
+                             {"batch", options.batch},
+                             {"sequence", options.sequence},
+                             {"steps", options.steps},
+                             {"seed", options.seed},
+                             {"modes", nlohmann::ordered_json::array()}};
+  const auto times_of = [](const StepTime& time) {
+    nlohmann::ordered_json seconds;
+    for (const auto& [name, part] : time_parts) seconds[name] = time.*part;
+    seconds["products"] = time.products;
+    seconds["step"] = time.total();
+    return seconds;
+  };
+  const auto memory_of = [](const RankMemory& memory) {
+    nlohmann::ordered_json bytes;
+    for (const auto& [name, part] : memory_parts) bytes[name] = memory.*part;
+    return bytes;
+  };
+  const auto known = [](std::optional<std::uint64_t> bytes) {
+    return bytes ? nlohmann::ordered_json(*bytes) : nlohmann::ordered_json();
+  };
+  for (const RunReport& run : runs) {
+    nlohmann::ordered_json mode{{"mode", run.mode}};
+    for (const RankMemory& rank : run.memory) mode["memory"].push_back(memory_of(rank));
+    for (const RankMemory& rank : run.estimated) mode["estimated"].push_back(memory_of(rank));
+    mode["resident"] = {{"before", known(run.resident.before)},
+                        {"built", known(run.resident.built)},
+                        {"after", known(run.resident.after)},
+                        {"peak", known(run.resident.peak)}};
+    mode["seconds"] = times_of(run.slowest());
+    for (const StepTime& rank : run.time) mode["seconds_by_rank"].push_back(times_of(rank));
+    mode["losses"] = run.losses;
+    mode["skipped"] = run.skipped;
+    mode["interrupted"] = run.interrupted;
+    mode["hash"] = formatted("%016llx", static_cast<unsigned long long>(run.hash));
+    all["modes"].push_back(std::move(mode));
+  }
+  if (runs.size() == 2) all["same_bits"] = same_bits(runs[0], runs[1]);
+  std::ofstream file(options.json);
+  // A loss may be NaN, which JSON has no number for: it is written as null.
+  file << all.dump(2) << "\n";
+  file.close();
+  if (!file) {
+    throw InputError("--json " + options.json.string() +
+                     ": can't be written; name a file in a "
+                     "folder that exists and may be written to");
+  }
+}
+
+}  // namespace bert

@@ -1,0 +1,26 @@
+#include "train.hpp"
+
+namespace bert {
+
+namespace {
+
+zero::Sgd make(const Options& options) {
+  zero::Sgd optimizer{.lr = options.lr, .momentum = 0.9};
+  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
+  return optimizer;
+}
+
+template <class T, class Partition, class View>
+Combination with() {
+  return combination<make, T, Partition, View>("sgd");
+}
+
+}  // namespace
+
+std::vector<Combination> sgd_combinations() {
+  using namespace zero;
+  return {with<float, ContiguousPartition, ParamView>(),
+          with<float, ContiguousPartition, NoView>()};
+}
+
+}  // namespace bert

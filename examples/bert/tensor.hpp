@@ -1,0 +1,36 @@
+// A parameter of the framework.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "array.hpp"
+#include "config.hpp"
+
+namespace bert {
+
+/// What a stored type is computed in.
+template <class T>
+using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+/// A parameter and its gradient, stored as `T`. It counts references to its memory, which may be
+/// anyone's.
+template <class T>
+struct Tensor {
+  explicit Tensor(Shape described)
+      : shape(std::move(described)),
+        size(shape.elements()),
+        values(make_array<T>(size)),
+        gradient(make_array<T>(size)) {}
+
+  Shape shape;
+  std::size_t size;
+  std::shared_ptr<T> values;
+  std::shared_ptr<T> gradient;
+};
+
+}  // namespace bert

@@ -1,0 +1,280 @@
+// The training loop, generic in optimizer and policies. Included by the translation unit of each
+// optimizer.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+#include <zero/zero.hpp>
+
+#include "kernels.hpp"
+#include "model.hpp"
+#include "process_memory.hpp"
+#include "store.hpp"
+#include "training.hpp"
+
+namespace bert {
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
+}
+
+/// Times the parts of a step and records them. A `zero::Observer`.
+class StepObserver {
+ public:
+  StepObserver(StepTime* time, Recorder* recorder) : time_(time), recorder_(recorder) {}
+  void begin(const zero::Event&) { begin_ = Clock::now(); }
+  void end(const zero::Event& event) {
+    static constexpr std::array names{"reduce", "update", "gather"};
+    static constexpr std::array parts{&StepTime::reduce, &StepTime::update, &StepTime::gather};
+    const auto end = Clock::now();
+    const auto phase = static_cast<std::size_t>(event.phase);
+    time_->*parts[phase] += seconds_between(begin_, end);
+    if (recorder_ != nullptr) recorder_->add(names[phase], begin_, end);
+  }
+
+ private:
+  StepTime* time_;
+  Recorder* recorder_;
+  Clock::time_point begin_{};
+};
+static_assert(zero::Observer<StepObserver>);
+
+/// Rises to 1 over the warm-up, then falls to 0: what BERT was trained with.
+inline double schedule(const Options& options, std::size_t step) {
+  const auto part = [](std::size_t a, std::size_t b) {
+    return static_cast<double>(a) / static_cast<double>(b);
+  };
+  if (step < options.warmup) return part(step + 1, options.warmup + 1);
+  return part(options.steps - std::min(step, options.steps - 1),
+              options.steps - std::min(options.warmup, options.steps - 1));
+}
+
+template <class T>
+std::uint64_t hash_of(const std::vector<Tensor<T>>& tensors) {
+  std::uint64_t hash = 0;
+  for (const Tensor<T>& tensor : tensors) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(tensor.values.get());
+    const std::size_t size = tensor.size * sizeof(T);
+    for (std::size_t i = 0; i < size; i += sizeof(std::uint64_t)) {
+      std::uint64_t word = 0;
+      std::memcpy(&word, bytes + i, std::min(sizeof word, size - i));
+      hash = mix(hash, word);
+    }
+  }
+  return hash;
+}
+
+/// Each number's median over the steps; the first, which touches memory anew, is left out where
+/// there are more.
+inline StepTime median_of(std::span<const StepTime> steps) {
+  if (steps.size() > 1) steps = steps.subspan(1);
+  StepTime result;
+  if (steps.empty()) return result;
+  std::vector<double> numbers(steps.size());
+  for (double StepTime::* part :
+       {&StepTime::forward, &StepTime::backward, &StepTime::products, &StepTime::wait,
+        &StepTime::reduce, &StepTime::update, &StepTime::gather}) {
+    std::transform(steps.begin(), steps.end(), numbers.begin(),
+                   [part](const StepTime& step) { return step.*part; });
+    const auto middle = numbers.begin() + static_cast<std::ptrdiff_t>(numbers.size() / 2);
+    std::nth_element(numbers.begin(), middle, numbers.end());
+    result.*part = *middle;
+  }
+  return result;
+}
+
+/// Decayed parameters are group 0, the others group 1.
+template <class Opt>
+zero::Groups<Opt> groups_of(Opt decaying) {
+  Opt other = decaying;
+  other.weight_decay = 0;
+  return zero::Groups<Opt>{decaying, other};
+}
+
+/// What of a report is not the moved parameters and gradients themselves.
+template <class View>
+RankMemory memory_of(std::size_t value_bytes, const zero::MemoryReport& report,
+                     std::size_t activations) {
+  RankMemory memory;
+  memory.parameters = memory.gradients = value_bytes;
+  memory.state = report.state + report.master;
+  const std::size_t moved = (View::values == zero::Residency::arena ? value_bytes : 0) +
+                            (View::gradients == zero::Residency::arena ? value_bytes : 0);
+  memory.buckets = report.total() - memory.state - moved;
+  memory.activations = activations;
+  return memory;
+}
+
+/// Policies as the command line names them.
+template <class T>
+inline constexpr const char* precision_name = "fp32";
+template <>
+inline constexpr const char* precision_name<zero::bfloat16> = "bf16";
+template <>
+inline constexpr const char* precision_name<zero::float16> = "fp16";
+template <class Partition>
+inline constexpr const char* partition_name =
+    std::is_same_v<Partition, zero::BalancedPartition> ? "balanced" : "contiguous";
+template <class View>
+inline constexpr const char* view_name =
+    View::gradients == zero::Residency::arena ? "param-and-grad"
+    : View::values == zero::Residency::arena  ? "param"
+                                              : "none";
+
+/// @tparam make an optimizer out of the options
+template <auto make, class T, class Partition, class View, class Stage>
+class Trainer {
+  using Opt = decltype(make(std::declval<const Options&>()));
+
+ public:
+  Trainer(const Job& job, const char* mode) : job_(job), options_(*job.options) {
+    const auto ranks = static_cast<std::size_t>(options_.ranks);
+    report_.mode = mode;
+    report_.memory.resize(ranks);
+    report_.time.resize(ranks);
+    hashes_.resize(ranks);
+  }
+
+  RunReport run() {
+    report_.resident.before = resident_bytes();
+    const bool fresh_peak = reset_peak();
+    // Ranks may take turns on few processors: a step of one is what another may have to wait.
+    zero::run_ranks(options_.ranks, [&](zero::InProcessCommunicator& comm) { train(comm); },
+                    {.timeout = std::chrono::hours(1)});
+    if (fresh_peak) report_.resident.peak = peak_resident_bytes();
+    report_.hash = hashes_.front();
+    for (const std::uint64_t hash : hashes_) {
+      if (hash != report_.hash) throw std::logic_error("ranks ended with different parameters");
+    }
+    return report_;
+  }
+
+ private:
+  void train(zero::InProcessCommunicator& comm) {
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    Recorder* recorder = job_.recorders == nullptr ? nullptr : &(*job_.recorders)[rank];
+    Model<T> model(options_.model, options_.batch_size(), options_.seed);
+    auto store = store_of(model.tensors());
+    StepTime now;
+    zero::Settings settings;
+    if (std::is_same_v<T, zero::float16>) settings.loss_scale = zero::LossScale::dynamic();
+    zero::ZeroSharded optimizer{
+        groups_of(make(options_)),   store,   comm,     Partition{},
+        View{options_.bucket_bytes}, Stage{}, settings, StepObserver{&now, recorder}};
+    if (options_.clip) optimizer.clip_grad_norm(options_.clip);
+    comm.barrier().wait();
+    if (rank == 0) report_.resident.built = resident_bytes();
+    comm.barrier().wait();
+
+    std::vector<double> rates;
+    for (const Opt& group : optimizer.groups()) rates.push_back(group.lr);
+    std::vector<StepTime> times;
+    Batch batch;
+    const auto begin = Clock::now();
+    for (std::size_t step = 0; step < options_.steps; ++step) {
+      job_.source->fill(batch, rank, step);
+      for (std::size_t g = 0; g < rates.size(); ++g) {
+        optimizer.group(g).lr = rates[g] * schedule(options_, step);
+      }
+      now = StepTime{};
+      const double products = model.product_seconds();
+      const auto started = Clock::now();
+      const float loss =
+          model.forward(batch, options_.dropout, mix(mix(options_.seed, rank), step));
+      const auto forward = Clock::now();
+      model.backward(static_cast<float>(optimizer.loss_scale()),
+                     [&](std::size_t first, std::size_t last) {
+                       for (std::size_t i = first; i < last; ++i) optimizer.mark_ready(i);
+                     });
+      const auto backward = Clock::now();
+      comm.barrier().wait();  // or the first part of the step would seem to last as long
+      const zero::Outcome outcome = optimizer.step().outcome();
+      const auto end = Clock::now();
+      now.forward = seconds_between(started, forward);
+      now.backward = seconds_between(forward, backward);
+      now.products = model.product_seconds() - products;
+      now.wait = seconds_between(backward, end) - now.optimizer();
+      times.push_back(now);
+      if (recorder != nullptr) {
+        recorder->add("forward", started, forward);
+        recorder->add("backward", forward, backward);
+      }
+      std::array<float, 2> shared{loss, job_.interrupted->load() ? 1.0F : 0.0F};
+      comm.all_reduce(std::span(shared)).wait();
+      const bool stops = shared[1] > 0;
+      if (rank == 0) {
+        report_.losses.push_back(shared[0] / static_cast<float>(options_.ranks));
+        if (outcome.gradient_norm) report_.norms.push_back(*outcome.gradient_norm);
+        if (!outcome.applied) ++report_.skipped;
+        report_.seconds = seconds_between(begin, Clock::now());
+        report_.interrupted = stops;
+        if (job_.progress) job_.progress(report_);
+      }
+      if (stops) break;
+    }
+    comm.barrier().wait();
+    if (rank == 0) report_.resident.after = resident_bytes();
+    comm.barrier().wait();
+    std::size_t value_bytes = 0;
+    for (const Tensor<T>& tensor : model.tensors()) value_bytes += tensor.size * sizeof(T);
+    report_.memory[rank] =
+        memory_of<View>(value_bytes, optimizer.memory(), model.activation_bytes());
+    report_.time[rank] = median_of(times);
+    hashes_[rank] = hash_of(model.tensors());
+  }
+
+  const Job& job_;
+  const Options& options_;
+  RunReport report_{};
+  std::vector<std::uint64_t> hashes_{};
+};
+
+template <auto make, class T, class Partition, class View>
+RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
+  std::vector<zero::ParamShape> shapes;
+  std::size_t value_bytes = 0;
+  for (const Shape& shape : shapes_of(options.model)) {
+    shapes.push_back({.shape = shape.extents, .name = shape.name, .group = shape.decays ? 0U : 1U});
+    value_bytes += shape.elements() * sizeof(T);
+  }
+  const zero::EstimateFor member{.world = options.ranks,
+                                 .rank = rank,
+                                 .share_memory = true,
+                                 .clips = options.clip.has_value()};
+  const auto estimate = [&](auto stage) {
+    return zero::estimate<T>(groups_of(make(options)), shapes, member, Partition{},
+                             View{options.bucket_bytes}, stage);
+  };
+  const auto exact = sharded ? estimate(zero::Stage1{}) : estimate(zero::Replicated{});
+  return memory_of<View>(value_bytes, exact.optimizer,
+                         Model<T>::activation_bytes(options.model, options.batch_size()));
+}
+
+template <auto make, class T, class Partition, class View>
+Combination combination(const char* optimizer) {
+  return {
+      optimizer,
+      precision_name<T>,
+      partition_name<Partition>,
+      view_name<View>,
+      estimate_rank<make, T, Partition, View>,
+      [](const Job& job, bool sharded) {
+        return sharded
+                   ? Trainer<make, T, Partition, View, zero::Stage1>(job, "sharded").run()
+                   : Trainer<make, T, Partition, View, zero::Replicated>(job, "replicated").run();
+      }};
+}
+
+}  // namespace bert
