@@ -278,7 +278,7 @@ TEST_CASE("a batch is a function of seed, rank and step alone") {
   CHECK(all.size() == 128);
 
   // The same on every machine and standard library. The first is SplitMix64's published first
-  // number from state 0, the second was computed by hand.
+  // number from state 0, the second was computed in Python.
   CHECK(bert::Random(0, 0, 0).next() == 0xe220a8397b1dcdafU);
   CHECK(bert::Random(1, 2, 3).next() == 0x5afb4682bd747a5cU);
 }
