@@ -18,13 +18,12 @@ Combination with() {
 }  // namespace
 
 std::vector<Combination> adam_combinations() {
-  using namespace zero;
-  return {with<float, ContiguousPartition, ParamView>(),
-          with<float, ContiguousPartition, NoView>(),
-          with<float, ContiguousPartition, ParamAndGradView>(),
-          with<float, BalancedPartition, ParamView>(),
-          with<bfloat16, ContiguousPartition, ParamView>(),
-          with<float16, ContiguousPartition, ParamView>()};
+  return {with<float, zero::ContiguousPartition, zero::ParamView>(),
+          with<float, zero::ContiguousPartition, zero::NoView>(),
+          with<float, zero::ContiguousPartition, zero::ParamAndGradView>(),
+          with<float, zero::BalancedPartition, zero::ParamView>(),
+          with<zero::bfloat16, zero::ContiguousPartition, zero::ParamView>(),
+          with<zero::float16, zero::ContiguousPartition, zero::ParamView>()};
 }
 
 }  // namespace bert

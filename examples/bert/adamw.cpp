@@ -18,9 +18,9 @@ Combination with() {
 }  // namespace
 
 std::vector<Combination> adamw_combinations() {
-  using namespace zero;
-  return {with<float, ContiguousPartition, ParamView>(), with<float, BalancedPartition, NoView>(),
-          with<bfloat16, ContiguousPartition, ParamView>()};
+  return {with<float, zero::ContiguousPartition, zero::ParamView>(),
+          with<float, zero::BalancedPartition, zero::NoView>(),
+          with<zero::bfloat16, zero::ContiguousPartition, zero::ParamView>()};
 }
 
 }  // namespace bert

@@ -18,9 +18,8 @@ Combination with() {
 }  // namespace
 
 std::vector<Combination> lamb_combinations() {
-  using namespace zero;
-  return {with<float, BalancedPartition, ParamView>(),
-          with<bfloat16, BalancedPartition, ParamView>()};
+  return {with<float, zero::BalancedPartition, zero::ParamView>(),
+          with<zero::bfloat16, zero::BalancedPartition, zero::ParamView>()};
 }
 
 }  // namespace bert

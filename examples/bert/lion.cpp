@@ -19,9 +19,8 @@ Combination with() {
 }  // namespace
 
 std::vector<Combination> lion_combinations() {
-  using namespace zero;
-  return {with<float, ContiguousPartition, ParamView>(),
-          with<bfloat16, ContiguousPartition, ParamView>()};
+  return {with<float, zero::ContiguousPartition, zero::ParamView>(),
+          with<zero::bfloat16, zero::ContiguousPartition, zero::ParamView>()};
 }
 
 }  // namespace bert

@@ -18,9 +18,8 @@ Combination with() {
 }  // namespace
 
 std::vector<Combination> sgd_combinations() {
-  using namespace zero;
-  return {with<float, ContiguousPartition, ParamView>(),
-          with<float, ContiguousPartition, NoView>()};
+  return {with<float, zero::ContiguousPartition, zero::ParamView>(),
+          with<float, zero::ContiguousPartition, zero::NoView>()};
 }
 
 }  // namespace bert

@@ -212,7 +212,7 @@ class Trainer {
         recorder->add("backward", forward, backward);
       }
       std::array<float, 2> shared{loss, job_.interrupted->load() ? 1.0F : 0.0F};
-      comm.all_reduce(std::span(shared)).wait();
+      comm.all_reduce(std::span<float>(shared)).wait();
       const bool stops = shared[1] > 0;
       if (rank == 0) {
         report_.losses.push_back(shared[0] / static_cast<float>(options_.ranks));
