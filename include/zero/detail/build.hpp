@@ -50,7 +50,6 @@ class Builder {
   using Stage = typename State::Stage;
   using Lanes = typename State::Lanes;
   using store_type = typename State::store_type;
-  static constexpr std::size_t slots = State::slots;
   static constexpr bool flat = State::flat;
   static constexpr bool moves =
       View::values == Residency::arena || View::gradients == Residency::arena;
@@ -167,17 +166,7 @@ class Builder {
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
-    if constexpr (State::steps_tensors) {
-      for (std::size_t i = first; i < seen.parameters.size(); ++i) {
-        const ParameterInfo& info = seen.parameters[i];
-        if (!stands_alone(seen.parameters, i)) continue;
-        try {
-          zero::validate(all_groups[info.group], std::span<const std::size_t>(info.shape));
-        } catch (const UsageError& error) {
-          refuse_parameter(seen, i, std::string("can't be stepped: ") + error.what());
-        }
-      }
-    }
+    if constexpr (State::steps_tensors) require_steppable(all_groups, first, seen);
   }
 
   /// The store's first parameters are those of before, and what is new forms a group of its own.
