@@ -12,6 +12,7 @@
 #include "zero/comm/in_process.hpp"                  // IWYU pragma: export
 #include "zero/config.hpp"                           // IWYU pragma: export
 #include "zero/error.hpp"                            // IWYU pragma: export
+#include "zero/estimate.hpp"                         // IWYU pragma: export
 #include "zero/flat_params.hpp"                      // IWYU pragma: export
 #include "zero/float16.hpp"                          // IWYU pragma: export
 #include "zero/layout.hpp"                           // IWYU pragma: export

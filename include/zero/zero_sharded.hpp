@@ -26,6 +26,7 @@
 #include "zero/detail/policies.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
+#include "zero/memory_report.hpp"  // IWYU pragma: export
 #include "zero/observer.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
@@ -56,19 +57,6 @@ class Step {
 
  private:
   Outcome outcome_;
-};
-
-/// Bytes that one rank keeps beyond the caller's own memory. Element arrays, exactly; bookkeeping
-/// (a few dozen bytes a parameter and bucket) is not counted.
-struct MemoryReport {
-  std::size_t state = 0;      ///< the optimizer's slots
-  std::size_t master = 0;     ///< master copies of 16-bit parameters
-  std::size_t values = 0;     ///< arenas that parameters were moved into
-  std::size_t gradients = 0;  ///< summed gradients, and arenas that gradients were moved into
-  std::size_t staging = 0;    ///< buckets on their way, and a whole-tensor optimizer's workspace
-  [[nodiscard]] std::size_t total() const noexcept {
-    return state + master + values + gradients + staging;
-  }
 };
 
 /// One interval of one slot of one parameter that this rank keeps.

@@ -47,8 +47,9 @@ template <class Lanes, class State>
 struct TrafficOf;
 template <class... Lane, class State>
 struct TrafficOf<std::tuple<Lane...>, State> {
-  using type = std::tuple<std::optional<
-      BucketTraffic<Lane, typename State::communicator_type, typename State::Partition>>...>;
+  using type =
+      std::tuple<std::optional<BucketTraffic<Lane, typename State::communicator_type,
+                                             typename State::Partition, typename State::Stage>>...>;
 };
 
 /// Sends buckets in one fixed order, the same on all ranks, as soon as their gradients are there
@@ -219,8 +220,8 @@ class BucketStep {
 
   template <class Lane, class Traffic>
   void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
-    traffic.emplace(lane, *state_.layout, state_.comm(), State::Stage::shards_state,
-                    state_.settings.poison_padding, state_.settings.memory);
+    traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
+                    state_.settings.memory);
   }
 
   void prepare_traffic() {

@@ -15,6 +15,7 @@
 
 #include "zero/communicator.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/lane_room.hpp"
 #include "zero/detail/update_loop.hpp"
 #include "zero/element.hpp"
 #include "zero/layout.hpp"
@@ -29,40 +30,33 @@ namespace zero::detail {
 /// Sums are in the arithmetic type. Gradients of 16 bits therefore travel all to all in their own
 /// type and are summed here, in rank order: a reduction would round the sum, and a model that adds
 /// in 16 bits each partial sum.
-template <class Lane, class Comm, class Partition>
+template <class Lane, class Comm, class Partition, class Stage>
 class BucketTraffic {
   using T = typename Lane::element;
   using A = typename Lane::arithmetic;
-  static constexpr bool sums_here = !std::is_same_v<T, A>;
+  using Room = LaneRoom<typename Lane::storage, Stage, Partition>;
+  static constexpr bool shards_state = Stage::shards_state;
+  static constexpr bool sums_here = Room::sums_here;
 
  public:
-  /// Buckets in flight at once.
-  static constexpr std::size_t ring_size = 4;
-
-  BucketTraffic(Lane& lane, const Layout<Partition>& layout, Comm& comm, bool shards_state,
-                bool poison, std::pmr::memory_resource* memory)
+  BucketTraffic(Lane& lane, const Layout<Partition>& layout, Comm& comm, bool poison,
+                std::pmr::memory_resource* memory)
       : lane_(&lane),
         layout_(&layout),
         comm_(&comm),
-        shards_state_(shards_state),
         poison_(poison),
         sum_begin_(layout.buckets(lane.index)) {
-    std::size_t largest = 0;
-    std::size_t largest_slice = 0;
     std::size_t mine = 0;
     for (std::size_t b = 0; b < sum_begin_.size(); ++b) {
-      const Interval bucket = layout.bucket(lane.index, b);
-      largest = std::max(largest, bucket.size());
-      sum_begin_[b] = shards_state ? mine : bucket.begin;
-      const std::size_t slice = layout.slice(lane.index, b, comm.rank()).size();
-      largest_slice = std::max(largest_slice, slice);
-      mine += slice;
+      sum_begin_[b] = shards_state ? mine : layout.bucket(lane.index, b).begin;
+      mine += layout.slice(lane.index, b, comm.rank()).size();
     }
-    ring_.resize(std::min(ring_size, sum_begin_.size()));
+    const StagingRoom room = Room(layout, lane.index, comm.rank()).staging();
+    ring_.resize(room.flights);
     const auto ranks = static_cast<std::size_t>(comm.size());
     for (Flight& flight : ring_) {
-      if (shards_state || sums_here) flight.buffer = HostArray<T>(largest, memory);
-      if (sums_here) flight.received = HostArray<T>(largest_slice * ranks, memory);
+      flight.buffer = HostArray<T>(room.buffer, memory);
+      flight.received = HostArray<T>(room.received, memory);
       flight.counts.resize(ranks);
       if (sums_here) flight.own_counts.resize(ranks);
     }
@@ -183,7 +177,7 @@ class BucketTraffic {
   void start_reduction(std::size_t bucket, Flight& flight, std::span<A> sums) {
     const Interval whole = layout_->bucket(lane_->index, bucket);
     const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
-    if (!shards_state_) {
+    if (!shards_state) {
       pack_gradients(whole, sums.first(whole.size()));
       flight.all_reduce.emplace(comm_->all_reduce(sums.first(whole.size()), ReduceOp::sum));
       return;
@@ -221,14 +215,14 @@ class BucketTraffic {
     const Interval whole = layout_->bucket(lane_->index, flight.bucket);
     const Interval mine = layout_->slice(lane_->index, flight.bucket, comm_->rank());
     const std::span<A> sums = lane_->reduced.span().subspan(
-        sum_begin_[flight.bucket], shards_state_ ? mine.size() : whole.size());
+        sum_begin_[flight.bucket], shards_state ? mine.size() : whole.size());
     const std::span<A> own =
-        shards_state_ ? sums : sums.subspan(mine.begin - whole.begin, mine.size());
+        shards_state ? sums : sums.subspan(mine.begin - whole.begin, mine.size());
     for (std::size_t r = 0; r < sources_.size(); ++r) {
       sources_[r] = flight.received.data() + r * mine.size();
     }
     sum_sources(GradientSum<T>{sources_, 1}, 0, own.size(), own.data());
-    if (shards_state_) return;
+    if (shards_state) return;
     count_slices(flight.bucket, flight);
     comm_->all_gather_v(std::span<const A>(own), sums, std::span<const std::size_t>(flight.counts))
         .wait();
@@ -323,7 +317,6 @@ class BucketTraffic {
   Lane* lane_;
   const Layout<Partition>* layout_;
   Comm* comm_;
-  bool shards_state_;
   bool poison_;
   std::vector<std::size_t> sum_begin_;
   std::vector<Flight> ring_;

@@ -27,6 +27,7 @@
 #include "zero/detail/hash.hpp"
 #include "zero/detail/inspect.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/lane_room.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
 #include "zero/element.hpp"
@@ -49,7 +50,6 @@ class Builder {
   using Stage = typename State::Stage;
   using Lanes = typename State::Lanes;
   using store_type = typename State::store_type;
-  static constexpr std::size_t slots = State::slots;
   static constexpr bool flat = State::flat;
   static constexpr bool moves =
       View::values == Residency::arena || View::gradients == Residency::arena;
@@ -78,13 +78,11 @@ class Builder {
             "them on this processor; leave it off");
       }
       inspect(state_.groups, 0, seen);
-      std::vector<LayoutLane> of_lanes;
-      state_.for_each_lane([&](auto& lane) {
-        using T = typename std::remove_cvref_t<decltype(lane)>::element;
-        lane.index = of_lanes.size();
-        of_lanes.push_back({sizeof(T), state_.view.bucket_bytes, flat});
-      });
-      made.emplace(seen.places, of_lanes, state_.world(), partition);
+      std::size_t lanes = 0;
+      state_.for_each_lane([&](auto& lane) { lane.index = lanes++; });
+      made.emplace(seen.places,
+                   layout_lanes(typename State::elements{}, state_.view.bucket_bytes, flat),
+                   state_.world(), partition);
       if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
       require_flat(seen);
     } catch (const UsageError& error) {
@@ -154,9 +152,10 @@ class Builder {
 
   /// From now on sums are looked at before they are used, or not; they need room.
   void clip(std::optional<double> norm) {
-    const bool looks = state_.keeps_sums(norm.has_value() || state_.scaling.looks_first());
+    const bool keeps =
+        keeps_sums(state_.settings, norm.has_value() || state_.scaling.looks_first());
     state_.for_each_lane([&](auto& lane) {
-      const std::size_t room = room_for_sums(lane, *state_.layout, looks);
+      const std::size_t room = room_for_sums(lane, *state_.layout, keeps);
       using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
       if (room > lane.reduced.size()) lane.reduced = Sums(room, state_.settings.memory);
     });
@@ -167,17 +166,7 @@ class Builder {
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
-    if constexpr (State::steps_tensors) {
-      for (std::size_t i = first; i < seen.parameters.size(); ++i) {
-        const ParameterInfo& info = seen.parameters[i];
-        if (!stands_alone(seen.parameters, i)) continue;
-        try {
-          zero::validate(all_groups[info.group], std::span<const std::size_t>(info.shape));
-        } catch (const UsageError& error) {
-          refuse_parameter(seen, i, std::string("can't be stepped: ") + error.what());
-        }
-      }
-    }
+    if constexpr (State::steps_tensors) require_steppable(all_groups, first, seen);
   }
 
   /// The store's first parameters are those of before, and what is new forms a group of its own.
@@ -229,28 +218,24 @@ class Builder {
   void build(const std::vector<Opt>& all_groups, Inspection& seen,
              std::optional<Layout<Partition>> made, const std::string& refusal,
              std::size_t before) {
-    std::size_t slots_wanted = state_.slots_allocated;
-    for (const Opt& group : all_groups) {
-      slots_wanted = std::max(slots_wanted, zero::used_slots(group));
-    }
+    const std::size_t slots_wanted = std::max(state_.slots_allocated, slots_for(all_groups));
     if (state_.world() > 1)
       agree(seen, all_groups.size(), slots_wanted, refusal, before, made ? made->fingerprint() : 0);
     const std::size_t count = seen.parameters.size();
     std::vector<std::int64_t> counts = state_.step_counts;
     counts.resize(count, 0);
     std::vector<std::uint8_t> none(count, 0), nobody(count, 0);
-    bool some_16_bits = false;
-    for (const ParameterInfo& info : seen.parameters) {
-      some_16_bits = some_16_bits || (info.element_bytes == 2 && !info.frozen);
-    }
-    const bool looks = state_.keeps_sums(state_.scaling.looks_first(some_16_bits));
+    const bool some_16_bits = trains_16_bits(seen.parameters);
+    const bool keeps = keeps_sums(state_.settings, state_.scaling.looks_first(some_16_bits));
     Lanes next;
     for_each_pair(next, [&](auto& lane, auto& old) {
       lane.index = old.index;
       place(lane, *made, seen.parameters);
-      allocate(lane, old, *made, slots_wanted, looks, before);
-      if constexpr (State::steps_tensors)
-        allocate_workspace(lane, *made, seen.parameters, all_groups);
+      allocate(lane, old, *made, slots_wanted, keeps, before);
+      if constexpr (State::steps_tensors) {
+        lane.workspace = HostArray<typename std::remove_cvref_t<decltype(lane)>::arithmetic>(
+            room_of(lane, *made).workspace(seen.parameters, all_groups), state_.settings.memory);
+      }
       if constexpr (moves) fill_arenas(lane, *made, seen.parameters);
     });
     std::vector<Opt> groups_to_be = all_groups;
@@ -340,24 +325,21 @@ class Builder {
     if constexpr (flat) lane.base = state_.store().flat_values().data();
   }
 
-  /// Elements of sums that have to be stored.
+  template <class Lane>
+  [[nodiscard]] auto room_of(const Lane& lane, const Layout<Partition>& map) {
+    return LaneRoom<typename Lane::storage, Stage, Partition>(map, lane.index, state_.rank());
+  }
   template <class Lane>
   [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,
-                                          bool looks) {
-    if (state_.world() == 1 || state_.settings.gradients == Gradients::reduced) return 0;
-    const std::size_t shard = map.shard_elements(lane.index, state_.rank());
-    // Ranks that share memory sum while they update, unless they have to look first; without
-    // sharding, where everyone needs all sums, each keeps those of its slices for the others.
-    if constexpr (State::shares_memory) return Stage::shards_state && !looks ? 0 : shard;
-    return Stage::shards_state ? shard : map.extent(lane.index);
+                                          bool keeps) {
+    return room_of(lane, map).sums(State::shares_memory, state_.settings, keeps);
   }
 
   /// Makes the lane's arrays, which begin with what `old` holds already.
   template <class Lane>
   void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map, std::size_t slots_wanted,
-                bool looks, std::size_t before) {
-    const std::size_t kept = Stage::shards_state ? map.shard_elements(lane.index, state_.rank())
-                                                 : map.extent(lane.index);
+                bool keeps, std::size_t before) {
+    const std::size_t kept = room_of(lane, map).kept();
     const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
       array = HostArray<U>(kept, state_.settings.memory);
       if (from.size() != 0) std::memcpy(array.data(), from.data(), from.bytes());
@@ -372,7 +354,7 @@ class Builder {
       grow(lane.master, old.master);
       read_masters(lane, map, before);
     }
-    lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, looks),
+    lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, keeps),
                                                         state_.settings.memory);
   }
 
@@ -383,20 +365,6 @@ class Builder {
       if (f.parameter < first) return;
       widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
     });
-  }
-
-  template <class Lane>
-  void allocate_workspace(Lane& lane, const Layout<Partition>& map,
-                          const std::vector<ParameterInfo>& infos,
-                          const std::vector<Opt>& all_groups) {
-    std::size_t most = 0;
-    State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t) {
-      const ParameterInfo& info = infos[f.parameter];
-      most = std::max(most, tensor_workspace<typename Lane::storage>(
-                                all_groups[info.group], slots,
-                                std::span<const std::size_t>(info.shape), f.elements));
-    });
-    lane.workspace = HostArray<typename Lane::arithmetic>(most, state_.settings.memory);
   }
 
   template <class U>
@@ -411,7 +379,7 @@ class Builder {
   void fill_arenas(Lane& lane, const Layout<Partition>& map,
                    const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
-    const Interval all{0, map.extent(lane.index)};
+    const Interval all{0, room_of(lane, map).arena()};
     const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
       arena = std::make_shared<HostArray<T>>(all.size(), state_.settings.memory);
       if (!state_.settings.poison_padding) return;

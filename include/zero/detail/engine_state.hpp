@@ -24,6 +24,7 @@
 #include "zero/detail/findings.hpp"
 #include "zero/detail/inspect.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/lane_room.hpp"
 #include "zero/detail/policies.hpp"
 #include "zero/detail/rounding.hpp"
 #include "zero/detail/scaling.hpp"
@@ -65,8 +66,7 @@ struct EngineState : EngineIdentity {
   static constexpr std::size_t lane_count = std::tuple_size_v<Lanes>;
   static constexpr bool shares_memory = SharedMemoryCommunicator<communicator_type>;
   /// Whether values and gradients of the lane are the caller's flat buffers.
-  static constexpr bool flat = FlatParamStore<store_type> && View::values == Residency::caller &&
-                               View::gradients == Residency::caller && CuttingPartition<Partition>;
+  static constexpr bool flat = lies_flat<store_type, View, Partition>;
   /// Whether some element type is computed in float.
   static constexpr bool in_float = []<class... T>(TypeList<T...>) {
     return (std::is_same_v<arithmetic_t<T>, float> || ...);
@@ -185,10 +185,6 @@ struct EngineState : EngineIdentity {
     findings = {};
     scaling.begin_step();
   }
-
-  /// Whether ranks that share memory keep sums instead of adding in the update: where they must
-  /// look first, and where the update flushes denormals, which sums nowhere do.
-  [[nodiscard]] bool keeps_sums(bool looks) const { return looks || settings.flush_denormals; }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for
   /// `update_bucket`, `begin` counted in the own slices. Where `keeps`, their sums are left in

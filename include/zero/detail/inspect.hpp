@@ -19,6 +19,7 @@
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
+#include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
 
 namespace zero::detail {
@@ -194,6 +195,21 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
                          "; names must be unique");
   }
   refuse_overlaps(out, memory);
+}
+
+/// Throws `UsageError` naming the first tensor, from `first` on, that its group's options can't
+/// step.
+template <class Opt>
+void require_steppable(const std::vector<Opt>& groups, std::size_t first, const Inspection& seen) {
+  for (std::size_t i = first; i < seen.parameters.size(); ++i) {
+    const ParameterInfo& info = seen.parameters[i];
+    if (!stands_alone(seen.parameters, i)) continue;
+    try {
+      zero::validate(groups[info.group], std::span<const std::size_t>(info.shape));
+    } catch (const UsageError& error) {
+      refuse_parameter(seen, i, std::string("can't be stepped: ") + error.what());
+    }
+  }
 }
 
 }  // namespace zero::detail

@@ -14,6 +14,7 @@
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/lane_room.hpp"
 #include "zero/detail/streamed_copy.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
@@ -52,7 +53,8 @@ class SharedMemoryStep {
     }
     const bool local = state_.settings.gradients == Gradients::local;
     const bool looks = state_.scaling.looks_first();
-    const bool sums_first = local && (state_.keeps_sums(looks) || !State::Stage::shards_state);
+    const bool sums_first =
+        local && (keeps_sums(state_.settings, looks) || !State::Stage::shards_state);
     if (sums_first) {
       sum_own_slices(published);
     } else if (looks) {

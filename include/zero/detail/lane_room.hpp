@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// How many elements a rank's arrays have: the one place that sizes are computed in. The engine
+/// allocates by it, and an estimate adds it up.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "zero/bucket_view.hpp"
+#include "zero/detail/inspect.hpp"
+#include "zero/detail/policies.hpp"
+#include "zero/detail/store.hpp"
+#include "zero/detail/tensor_step.hpp"
+#include "zero/element.hpp"
+#include "zero/layout.hpp"
+#include "zero/optimizer.hpp"
+#include "zero/parameter.hpp"
+#include "zero/partition.hpp"
+#include "zero/settings.hpp"
+
+namespace zero::detail {
+
+/// Whether values and gradients of each lane are the caller's flat buffers.
+template <class Store, class View, class Partition>
+inline constexpr bool lies_flat =
+    FlatParamStore<Store> && View::values == Residency::caller &&
+    View::gradients == Residency::caller && CuttingPartition<Partition>;
+
+/// One lane for each element type.
+template <class... T>
+[[nodiscard]] std::vector<LayoutLane> layout_lanes(TypeList<T...>, std::size_t bucket_bytes,
+                                                   bool foreign) {
+  return {LayoutLane{sizeof(T), bucket_bytes, foreign}...};
+}
+
+/// How many slots are allocated: those that some group's options need.
+template <class Opt>
+[[nodiscard]] std::size_t slots_for(const std::vector<Opt>& groups) {
+  std::size_t most = 0;
+  for (const Opt& group : groups) most = std::max(most, zero::used_slots(group));
+  return most;
+}
+
+/// Whether some trainable parameter is kept in 16 bits.
+[[nodiscard]] inline bool trains_16_bits(const std::vector<ParameterInfo>& parameters) {
+  return std::any_of(parameters.begin(), parameters.end(), [](const ParameterInfo& info) {
+    return info.element_bytes == 2 && !info.frozen;
+  });
+}
+
+/// Whether ranks that share memory keep sums instead of adding in the update: where they must look
+/// first, and where the update flushes denormals, which sums nowhere do.
+[[nodiscard]] inline bool keeps_sums(const Settings& settings, bool looks_first) {
+  return looks_first || settings.flush_denormals;
+}
+
+/// The ring of buffers that a lane's buckets travel through, in elements.
+struct StagingRoom {
+  std::size_t flights = 0;   ///< buckets in flight at once
+  std::size_t buffer = 0;    ///< of each flight: a whole bucket
+  std::size_t received = 0;  ///< of each flight: everybody's part of the own slice
+  [[nodiscard]] std::size_t elements() const { return flights * (buffer + received); }
+};
+
+/// Sizes of one rank's arrays of one lane, in elements. The layout must outlive it.
+/// @tparam S a `Storage`
+template <class S, class Stage, class Partition>
+class LaneRoom {
+ public:
+  /// Buckets in flight at once, at most.
+  static constexpr std::size_t ring_size = 4;
+  /// Gradients travel as they are and are summed where they arrive, in the arithmetic type.
+  static constexpr bool sums_here = !std::is_same_v<typename S::value, typename S::arithmetic>;
+
+  LaneRoom(const Layout<Partition>& map, std::size_t lane, int rank)
+      : map_(&map), lane_(lane), rank_(rank) {}
+
+  /// An arena that holds the lane, padding included.
+  [[nodiscard]] std::size_t arena() const { return map_->extent(lane_); }
+
+  /// Each slot, and the master copies.
+  [[nodiscard]] std::size_t kept() const {
+    return Stage::shards_state ? map_->shard_elements(lane_, rank_) : map_->extent(lane_);
+  }
+
+  /// Sums of gradients that have to be stored.
+  /// @param keeps as `keeps_sums` says
+  [[nodiscard]] std::size_t sums(bool shares_memory, const Settings& settings, bool keeps) const {
+    if (map_->world() == 1 || settings.gradients == Gradients::reduced) return 0;
+    // Ranks that share memory sum while they update, unless they have to look first; without
+    // sharding, where everyone needs all sums, each keeps those of its slices for the others.
+    if (shares_memory) {
+      return Stage::shards_state && !keeps ? 0 : map_->shard_elements(lane_, rank_);
+    }
+    return kept();
+  }
+
+  /// What the tensor that needs most needs beside the caller's memory; none for update rules.
+  template <class Opt>
+  [[nodiscard]] std::size_t workspace(const std::vector<ParameterInfo>& parameters,
+                                      const std::vector<Opt>& groups) const {
+    std::size_t most = 0;
+    const auto add = [&](const Fragment& f) {
+      const ParameterInfo& info = parameters[f.parameter];
+      most =
+          std::max(most, tensor_workspace<S>(groups[info.group], slot_count<Opt>,
+                                             std::span<const std::size_t>(info.shape), f.elements));
+    };
+    for_each_kept(add);
+    return most;
+  }
+
+  /// Buckets on their way between ranks that don't share memory.
+  [[nodiscard]] StagingRoom staging() const {
+    if (map_->world() == 1) return {};
+    StagingRoom room;
+    std::size_t largest = 0;
+    std::size_t largest_slice = 0;
+    const std::size_t buckets = map_->buckets(lane_);
+    for (std::size_t b = 0; b < buckets; ++b) {
+      largest = std::max(largest, map_->bucket(lane_, b).size());
+      largest_slice = std::max(largest_slice, map_->slice(lane_, b, rank_).size());
+    }
+    room.flights = std::min(ring_size, buckets);
+    // Without sharding a bucket of the arithmetic type is packed and summed where sums are kept.
+    if (Stage::shards_state || sums_here) room.buffer = largest;
+    if (sums_here) room.received = largest_slice * static_cast<std::size_t>(map_->world());
+    return room;
+  }
+
+  /// Elements of parameters among `kept`: the rest is padding.
+  [[nodiscard]] std::size_t kept_of_parameters() const {
+    return Stage::shards_state ? owned() : map_->elements(lane_);
+  }
+  /// Elements of parameters among those of the own slices.
+  [[nodiscard]] std::size_t owned() const {
+    std::size_t sum = 0;
+    map_->for_each_owned(lane_, rank_,
+                         [&](const Fragment& f, std::size_t, std::size_t) { sum += f.elements; });
+    return sum;
+  }
+
+ private:
+  template <class F>
+  void for_each_kept(F&& f) const {
+    if constexpr (Stage::shards_state) {
+      map_->for_each_owned(
+          lane_, rank_, [&](const Fragment& fragment, std::size_t, std::size_t) { f(fragment); });
+    } else {
+      for (const Fragment& fragment : map_->fragments(lane_, {0, map_->extent(lane_)})) f(fragment);
+    }
+  }
+
+  const Layout<Partition>* map_;
+  std::size_t lane_;
+  int rank_;
+};
+
+}  // namespace zero::detail
