@@ -15,6 +15,7 @@
 #include <string>
 #include <utility>
 #include <vector>
+#include <zero/error.hpp>
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -158,6 +159,9 @@ int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const bert::InputError& error) {
+    std::fprintf(stderr, "bert: %s\n", error.what());
+    return 2;
+  } catch (const zero::UsageError& error) {  // options that make no sense, say a negative rate
     std::fprintf(stderr, "bert: %s\n", error.what());
     return 2;
   } catch (const std::exception& error) {
