@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -72,7 +73,10 @@ std::string memory_table(const RunReport& run) {
         "built %.1f, at the end %.1f",
         run.memory.size(), run.memory.size() == 1 ? "" : "s", megabytes(*seen.before),
         megabytes(*seen.built), megabytes(*seen.after));
-    if (seen.peak) text += formatted(", peak %.1f", megabytes(*seen.peak));
+    // Linux counts both lazily, so that the peak may seem lower than the end.
+    if (seen.peak) {
+      text += formatted(", peak %.1f", megabytes(std::max(*seen.peak, *seen.after)));
+    }
     std::size_t estimated = 0;
     for (const RankMemory& m : run.estimated) estimated += m.model_state();
     if (estimated > 0 && *seen.built >= *seen.before) {
@@ -121,6 +125,13 @@ std::string comparison(const RunReport& replicated, const RunReport& sharded) {
   const StepTime &slow = replicated.slowest(), &fast = sharded.slowest();
   milliseconds("reduce + update + gather, ms", slow.optimizer(), fast.optimizer());
   milliseconds("step, ms", slow.total(), fast.total());
+  const std::vector<float>& losses = sharded.losses;
+  const std::size_t last = std::min<std::size_t>(losses.size(), 10);
+  const float sum =
+      std::accumulate(losses.end() - static_cast<std::ptrdiff_t>(last), losses.end(), 0.0F);
+  text += formatted("loss: %.4f in the first step, %.4f in the last %zu\n",
+                    static_cast<double>(losses.front()),
+                    static_cast<double>(sum) / static_cast<double>(last), last);
   text += formatted("losses and parameters: %s (hashes %016llx, %016llx)\n",
                     same_bits(replicated, sharded) ? "the same, bit for bit" : "DIFFERENT",
                     static_cast<unsigned long long>(replicated.hash),

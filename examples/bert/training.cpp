@@ -19,18 +19,6 @@ std::size_t RunReport::most(std::size_t (RankMemory::*bytes)() const) const {
   return most;
 }
 
-const std::vector<Combination>& combinations() {
-  static const std::vector<Combination> all = [] {
-    std::vector<Combination> list;
-    for (const auto& of : {adam_combinations(), adamw_combinations(), sgd_combinations(),
-                           lion_combinations(), lamb_combinations()}) {
-      list.insert(list.end(), of.begin(), of.end());
-    }
-    return list;
-  }();
-  return all;
-}
-
 const Combination& choose(const Options& options) {
   std::string there_are;
   for (const Combination& c : combinations()) {

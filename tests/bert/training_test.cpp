@@ -45,8 +45,7 @@ bert::Options options_of(const bert::Combination& c) {
 }
 
 bert::RunReport train(const bert::Options& options, const bert::Combination& combination,
-                      bool sharded,
-                      std::function<void(const bert::RunReport&)> progress = {},
+                      bool sharded, std::function<void(const bert::RunReport&)> progress = {},
                       const std::atomic<bool>* interrupted = nullptr) {
   static const std::atomic<bool> never{false};
   const bert::SyntheticSource source(options.model.vocabulary, options.batch, options.sequence,
@@ -85,8 +84,7 @@ TEST_CASE("replicated and sharded training end on the same bits", "[bert]") {
       state += sharded.memory[rank].state;
     }
     // Together the ranks keep the state once, but for padding.
-    CHECK(static_cast<double>(state) <
-          1.1 * static_cast<double>(replicated.memory.front().state));
+    CHECK(static_cast<double>(state) < 1.1 * static_cast<double>(replicated.memory.front().state));
   }
 }
 
@@ -116,28 +114,34 @@ TEST_CASE("an interrupt ends all ranks at the same step", "[bert]") {
 }
 
 TEST_CASE("what was not compiled is refused with what there is", "[bert]") {
-  bert::Options options;
-  options.optimizer = "lamb";
-  options.partition = "contiguous";
+  bert::Options options = options_of(bert::combinations().front());
+  CHECK_NOTHROW(bert::choose(options));
+  options.precision = "fp8";
   CHECK_THROWS_AS(bert::choose(options), bert::InputError);
   CHECK_THROWS_WITH(bert::choose(options),
                     Catch::Matchers::ContainsSubstring(
-                        "--optimizer lamb --precision fp32 --partition balanced"));
+                        std::string("there are\n  --optimizer ") + options.optimizer +
+                        " --precision fp32 --partition contiguous --bucket-view param"));
 }
 
 TEST_CASE("a run that can't fit is refused with the estimate", "[bert]") {
-  bert::Options options;
+  const bert::Combination& c = bert::combinations().front();
+  bert::Options options = options_of(c);
   options.model = bert::config_of("large");
-  options.partition = "contiguous";
-  options.bucket_bytes = 25U << 20;
-  const bert::Combination& c = bert::choose(options);
+  options.batch = 8;
+  options.sequence = 128;
+  options.ranks = 2;
+  options.mode = bert::Mode::compare;
   const std::uint64_t needed = bert::memory_needed(options, c, false);
-  CHECK(needed > 14'000'000'000U);
-  CHECK(needed < 18'000'000'000U);
+  const bert::RankMemory rank = c.estimate(options, false, 0);
+  CHECK(rank.parameters == 4 * std::size_t{335174458});
+  CHECK(needed >= 2 * rank.total());
   CHECK(bert::memory_needed(options, c, true) < needed);
   CHECK_NOTHROW(bert::require_memory(options, c, needed));
   CHECK_NOTHROW(bert::require_memory(options, c, std::nullopt));
   CHECK_THROWS_AS(bert::require_memory(options, c, needed - 1), bert::InputError);
   CHECK_THROWS_WITH(bert::require_memory(options, c, 1'000'000'000U),
-                    Catch::Matchers::ContainsSubstring("2.68 GB of optimizer state"));
+                    Catch::Matchers::ContainsSubstring("keeps 1.34 GB of parameters"));
+  options.mode = bert::Mode::sharded;
+  CHECK_NOTHROW(bert::require_memory(options, c, needed - 1));
 }
