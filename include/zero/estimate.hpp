@@ -239,15 +239,21 @@ template <class Store, class View, class First, class... P>
 /// ZeroSharded's defaults. Looks at the store's shapes and types, allocates nothing of their size
 /// and talks to nobody. Throws `UsageError` for a world below 1, a rank that is not in it, and for
 /// options and parameters that make no sense.
-template <class First, ParamStore Store, class... P>
+template <class First, class Store, class... P>
 [[nodiscard]] ExactEstimate estimate(const First& options, Store&& store, const EstimateFor& of,
                                      P... policies) {
   using store_type = std::remove_reference_t<Store>;
-  using View = detail::choose<detail::BucketViewFamily, detail::DefaultView<store_type>, P...>;
-  detail::Inspection seen{.verb = "estimate"};
-  detail::inspect(store, detail::groups_of(options).size(), false, 0, seen);
-  return detail::estimate_policies<store_type, View>(options, seen, true, of,
-                                                     std::move(policies)...);
+  static_assert(ParamStore<store_type>,
+                "zero: the store must be a sized random-access range whose elements model "
+                "zero::Parameter; of zero::ParamShapes name the element type, "
+                "zero::estimate<float>(options, shapes, ...)");
+  if constexpr (ParamStore<store_type>) {
+    using View = detail::choose<detail::BucketViewFamily, detail::DefaultView<store_type>, P...>;
+    detail::Inspection seen{.verb = "estimate"};
+    detail::inspect(store, detail::groups_of(options).size(), false, 0, seen);
+    return detail::estimate_policies<store_type, View>(options, seen, true, of,
+                                                       std::move(policies)...);
+  }
 }
 
 /// The same of parameters that don't exist yet, all of element type `T`, each to lie in memory of

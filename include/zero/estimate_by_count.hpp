@@ -58,8 +58,9 @@ class StageNumber {
                        "; there are 0 (replicated), 1, 2 and 3");
     }
   }
-  template <StagePolicy S>
-  constexpr StageNumber(S)  // implicit
+  template <class S>
+    requires(!std::same_as<S, StageNumber>) && StagePolicy<S>  // or it would ask about its own copy
+  constexpr StageNumber(S)                                     // implicit
       : number_(int{S::shards_state} + int{S::shards_gradients} + int{S::shards_values}) {}
   [[nodiscard]] constexpr int value() const noexcept { return number_; }
 
