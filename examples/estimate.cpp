@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <zero/zero.hpp>
@@ -78,19 +79,21 @@ void print(const Arguments& arguments, const zero::ElementBytes& bytes, std::uin
               advice.c_str());
 }
 
-/// One line a stage. The advice has nothing in it that JSON would want escaped.
 void print_json(const Arguments& arguments, const zero::ElementBytes& bytes, std::uint64_t count,
                 const std::string& advice) {
-  std::printf("{\"parameters\": %" PRIu64 ", \"ranks\": %d, \"stages\": [", count, arguments.ranks);
+  nlohmann::ordered_json all{{"parameters", count}, {"ranks", arguments.ranks}};
   for (int stage = 0; stage <= 3; ++stage) {
     const zero::Estimate of = zero::estimate(bytes, count, arguments.ranks, stage);
-    std::printf("%s\n  {\"stage\": %d, \"parameters\": %" PRIu64 ", \"gradients\": %" PRIu64
-                ", \"master\": %" PRIu64 ", \"state\": %" PRIu64 ", \"total\": %" PRIu64
-                ", \"sent\": %" PRIu64 "}",
-                stage == 0 ? "" : ",", stage, of.parameters, of.gradients, of.master, of.state,
-                of.total(), of.traffic.bytes);
+    all["stages"].push_back({{"stage", stage},
+                             {"parameters", of.parameters},
+                             {"gradients", of.gradients},
+                             {"master", of.master},
+                             {"state", of.state},
+                             {"total", of.total()},
+                             {"sent", of.traffic.bytes}});
   }
-  std::printf("],\n \"advice\": \"%s\"}\n", advice.c_str());
+  all["advice"] = advice;
+  std::printf("%s\n", all.dump(2).c_str());
 }
 
 }  // namespace
