@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that a rank's thread allocates and touches once.
 #pragma once
 

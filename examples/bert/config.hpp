@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The published sizes of BERT, and the parameters that a size stands for.
 #pragma once
 

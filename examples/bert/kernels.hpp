@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loops of a transformer, forward and backward. Every sum has one order, whatever the memory's
 // alignment: wide ones run in 8 lanes that are added at the end. Matrices are row-major.
 #pragma once
@@ -11,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+
+#include "random.hpp"
 
 namespace bert {
 
@@ -199,14 +202,6 @@ void layer_norm_backward(const Real* normalised, const Real* inverse_deviation, 
       gradient[i] = inverse_deviation[r] * (gradient[i] - mean - normalised[i] * along);
     }
   }
-}
-
-/// Bits that look random and depend on both arguments (splitmix64's finaliser).
-inline std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t x = a + 0x9e3779b97f4a7c15U * (b + 1);
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-  return x ^ (x >> 31);
 }
 
 /// Zeroes a share `rate` of x and scales up the rest. Which, the key alone decides: backward

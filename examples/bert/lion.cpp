@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "../lion.hpp"
 #include "train.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The main job: the same BERT trained with its optimizer replicated on every rank, then sharded
 // over them. Losses and weights agree to the last bit; memory and time are printed side by side.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BERT with a masked-language-model head: forward, and backward written out. It knows nothing of
 // ranks or of sharding.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All that zero needs to know of the framework: what its parameters are, and how memory moves.
 #pragma once
 

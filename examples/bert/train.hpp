@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The training loop, generic in optimizer and policies. Included by the translation unit of each
 // optimizer.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training run: what goes in, what comes out, and the combinations of policies that there are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters in the type that is computed in, whatever they are stored in.
 #pragma once
 
