@@ -5,15 +5,9 @@ namespace bert {
 
 namespace {
 
-zero::Adam make(const Options& options) {
-  zero::Adam optimizer{.lr = options.lr};
-  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
-  return optimizer;
-}
-
 template <class T, class Partition, class View>
 Combination with() {
-  return combination<make, T, Partition, View>("adam");
+  return combination<zero::Adam, T, Partition, View>("adam");
 }
 
 }  // namespace

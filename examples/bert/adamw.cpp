@@ -5,15 +5,9 @@ namespace bert {
 
 namespace {
 
-zero::AdamW make(const Options& options) {
-  zero::AdamW optimizer{.lr = options.lr};
-  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
-  return optimizer;
-}
-
 template <class T, class Partition, class View>
 Combination with() {
-  return combination<make, T, Partition, View>("adamw");
+  return combination<zero::AdamW, T, Partition, View>("adamw");
 }
 
 }  // namespace

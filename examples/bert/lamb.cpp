@@ -5,15 +5,9 @@ namespace bert {
 
 namespace {
 
-zero::Lamb make(const Options& options) {
-  zero::Lamb optimizer{.lr = options.lr};
-  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
-  return optimizer;
-}
-
 template <class T, class Partition, class View>
 Combination with() {
-  return combination<make, T, Partition, View>("lamb");
+  return combination<zero::Lamb, T, Partition, View>("lamb");
 }
 
 }  // namespace

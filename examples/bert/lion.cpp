@@ -6,15 +6,9 @@ namespace bert {
 
 namespace {
 
-Lion make(const Options& options) {
-  Lion optimizer{.lr = options.lr};
-  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
-  return optimizer;
-}
-
 template <class T, class Partition, class View>
 Combination with() {
-  return combination<make, T, Partition, View>("lion");
+  return combination<Lion, T, Partition, View>("lion");
 }
 
 }  // namespace

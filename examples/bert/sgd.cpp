@@ -5,15 +5,9 @@ namespace bert {
 
 namespace {
 
-zero::Sgd make(const Options& options) {
-  zero::Sgd optimizer{.lr = options.lr, .momentum = 0.9};
-  if (options.weight_decay) optimizer.weight_decay = *options.weight_decay;
-  return optimizer;
-}
-
 template <class T, class Partition, class View>
 Combination with() {
-  return combination<make, T, Partition, View>("sgd");
+  return combination<zero::Sgd, T, Partition, View>("sgd");
 }
 
 }  // namespace

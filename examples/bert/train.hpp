@@ -98,7 +98,10 @@ inline StepTime median_of(std::span<const StepTime> steps) {
 
 /// Decayed parameters are group 0, the others group 1.
 template <class Opt>
-zero::Groups<Opt> groups_of(Opt decaying) {
+zero::Groups<Opt> groups_of(const Options& options) {
+  Opt decaying{.lr = options.lr};
+  if (options.weight_decay) decaying.weight_decay = *options.weight_decay;
+  if constexpr (requires { decaying.momentum; }) decaying.momentum = 0.9;
   Opt other = decaying;
   other.weight_decay = 0;
   return zero::Groups<Opt>{decaying, other};
@@ -134,11 +137,8 @@ inline constexpr const char* view_name =
     : View::values == zero::Residency::arena  ? "param"
                                               : "none";
 
-/// @tparam make an optimizer out of the options
-template <auto make, class T, class Partition, class View, class Stage>
+template <class Opt, class T, class Partition, class View, class Stage>
 class Trainer {
-  using Opt = decltype(make(std::declval<const Options&>()));
-
  public:
   Trainer(const Job& job, const char* mode) : job_(job), options_(*job.options) {
     const auto ranks = static_cast<std::size_t>(options_.ranks);
@@ -172,7 +172,7 @@ class Trainer {
     zero::Settings settings;
     if (std::is_same_v<T, zero::float16>) settings.loss_scale = zero::LossScale::dynamic();
     zero::ZeroSharded optimizer{
-        groups_of(make(options_)),   store,   comm,     Partition{},
+        groups_of<Opt>(options_),    store,   comm,     Partition{},
         View{options_.bucket_bytes}, Stage{}, settings, StepObserver{&now, recorder}};
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
     comm.barrier().wait();
@@ -242,7 +242,7 @@ class Trainer {
   std::vector<std::uint64_t> hashes_{};
 };
 
-template <auto make, class T, class Partition, class View>
+template <class Opt, class T, class Partition, class View>
 RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
   std::vector<zero::ParamShape> shapes;
   std::size_t value_bytes = 0;
@@ -255,7 +255,7 @@ RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
                                  .share_memory = true,
                                  .clips = options.clip.has_value()};
   const auto estimate = [&](auto stage) {
-    return zero::estimate<T>(groups_of(make(options)), shapes, member, Partition{},
+    return zero::estimate<T>(groups_of<Opt>(options), shapes, member, Partition{},
                              View{options.bucket_bytes}, stage);
   };
   const auto exact = sharded ? estimate(zero::Stage1{}) : estimate(zero::Replicated{});
@@ -263,18 +263,18 @@ RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
                          Model<T>::activation_bytes(options.model, options.batch_size()));
 }
 
-template <auto make, class T, class Partition, class View>
+template <class Opt, class T, class Partition, class View>
 Combination combination(const char* optimizer) {
   return {
       optimizer,
       precision_name<T>,
       partition_name<Partition>,
       view_name<View>,
-      estimate_rank<make, T, Partition, View>,
+      estimate_rank<Opt, T, Partition, View>,
       [](const Job& job, bool sharded) {
         return sharded
-                   ? Trainer<make, T, Partition, View, zero::Stage1>(job, "sharded").run()
-                   : Trainer<make, T, Partition, View, zero::Replicated>(job, "replicated").run();
+                   ? Trainer<Opt, T, Partition, View, zero::Stage1>(job, "sharded").run()
+                   : Trainer<Opt, T, Partition, View, zero::Replicated>(job, "replicated").run();
       }};
 }
 
