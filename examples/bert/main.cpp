@@ -32,9 +32,6 @@
 #include "trace.hpp"
 #include "training.hpp"
 
-// OpenBLAS's own; another BLAS has no such function.
-extern "C" [[gnu::weak]] void openblas_set_num_threads(int threads);
-
 namespace {
 
 std::atomic<bool> interrupted{false};
@@ -156,7 +153,6 @@ int main(int argc, char** argv) {
   // Large arrays go back to the system when they are freed, so that what is resident is what lives.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
-  if (openblas_set_num_threads != nullptr) openblas_set_num_threads(1);  // a rank is one thread
   try {
     return run(argc, argv);
   } catch (const bert::InputError& error) {

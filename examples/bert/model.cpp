@@ -6,7 +6,14 @@
 #include <zero/bfloat16.hpp>
 #include <zero/float16.hpp>
 
+// OpenBLAS's own; another BLAS has no such function.
+extern "C" [[gnu::weak]] void openblas_set_num_threads(int threads);
+
 namespace bert {
+
+void use_one_thread_a_product() {
+  if (&openblas_set_num_threads != nullptr) openblas_set_num_threads(1);
+}
 
 namespace {
 

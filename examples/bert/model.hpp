@@ -18,6 +18,9 @@
 
 namespace bert {
 
+/// From now on a matrix product runs on the thread that asks for it: ranks are threads already.
+void use_one_thread_a_product();
+
 /// How large a batch is.
 struct BatchSize {
   std::size_t sequences = 0;

@@ -149,6 +149,7 @@ class Trainer {
   }
 
   RunReport run() {
+    use_one_thread_a_product();
     report_.resident.before = resident_bytes();
     const bool fresh_peak = reset_peak();
     // Ranks may take turns on few processors: a step of one is what another may have to wait.
