@@ -63,10 +63,12 @@ double gb(std::uint64_t bytes) { return static_cast<double>(bytes) / 1e9; }
 
 void print(const Arguments& arguments, const zero::ElementBytes& bytes, std::uint64_t count,
            const std::string& advice) {
-  std::printf("%" PRIu64
-              " parameters, %s, %s: %zu + %zu + %zu + %zu bytes an element; %d ranks\n\n",
-              count, arguments.optimizer.c_str(), arguments.precision.c_str(), bytes.parameter,
-              bytes.gradient, bytes.master, bytes.state, arguments.ranks);
+  std::printf("%s: %" PRIu64
+              " parameters, %s, %s: an element takes %zu bytes, its gradient %zu, its master copy "
+              "%zu, its state %zu; %d ranks\n\n",
+              arguments.model.c_str(), count, arguments.optimizer.c_str(),
+              arguments.precision.c_str(), bytes.parameter, bytes.gradient, bytes.master,
+              bytes.state, arguments.ranks);
   std::printf("GB a rank      parameters  gradients    master     state     total   sent a step\n");
   for (int stage = 0; stage <= 3; ++stage) {
     const zero::Estimate of = zero::estimate(bytes, count, arguments.ranks, stage);
@@ -75,8 +77,11 @@ void print(const Arguments& arguments, const zero::ElementBytes& bytes, std::uin
                 gb(of.parameters), gb(of.gradients), gb(of.master), gb(of.state), gb(of.total()),
                 gb(of.traffic.bytes));
   }
-  std::printf("\nActivations are not counted. (zero::ZeroSharded has stages 0 and 1 today.)\n%s\n",
-              advice.c_str());
+  std::printf(
+      "\nNeither activations nor buffers are counted: zero::Replicated keeps 1/K of the gradients' "
+      "sums\nbesides, views and traffic take buckets. (zero::ZeroSharded has stages 0 and 1 "
+      "today.)\n%s\n",
+      advice.c_str());
 }
 
 void print_json(const Arguments& arguments, const zero::ElementBytes& bytes, std::uint64_t count,
@@ -123,11 +128,21 @@ int main(int argc, char** argv) {
   }
   try {
     const bool by_count = app.count("--parameters") > 0;
-    const std::string model = arguments.model.empty() ? "bert-large" : arguments.model;
-    const std::uint64_t count = by_count ? arguments.parameters : zero::model_parameters(model);
+    if (by_count) arguments.model = "a model";
+    if (arguments.model.empty()) arguments.model = "bert-large";
+    const std::uint64_t count =
+        by_count ? arguments.parameters : zero::model_parameters(arguments.model);
     const zero::ElementBytes bytes = bytes_of(arguments);
     std::optional<std::uint64_t> memory;
-    if (arguments.memory_gb > 0) memory = static_cast<std::uint64_t>(arguments.memory_gb * 1e9);
+    if (app.count("--memory") > 0) {
+      const double gigabytes = arguments.memory_gb;
+      if (!(gigabytes >= 0 && gigabytes < 1e10)) {
+        throw zero::UsageError("--memory " + std::to_string(gigabytes) +
+                               ": give GB from 0 to below 1e10");
+      }
+      memory = static_cast<std::uint64_t>(gigabytes * 1e9);
+    }
+    if (count == 0) throw zero::UsageError("--parameters 0: give at least 1");
     const std::string advice = zero::advice(bytes, count, arguments.ranks, memory);
     (arguments.json ? print_json : print)(arguments, bytes, count, advice);
   } catch (const zero::UsageError& error) {

@@ -475,6 +475,40 @@ TEST_CASE("estimate: shapes without memory are as good as a store") {
   CHECK(moved.optimizer.values >= 260 * 4);
 }
 
+TEST_CASE("estimate: what construction refuses is refused") {
+  const std::vector<zero::ParamShape> shapes{{{4}, "a"}, {{4}, "b", {.alias = 0}, 1}};
+  const zero::Groups two{zero::Adam{}, zero::Adam{}};
+  CHECK_THROWS_WITH(zero::estimate<float>(two, shapes, {}),
+                    ContainsSubstring("tied to parameter 0 ('a') of another group"));
+  const std::vector<zero::ParamShape> one{{{4}, "a"}};
+  const auto with = [&](const zero::Settings& settings) {
+    return zero::estimate<float>(zero::Adam{}, one, {}, settings);
+  };
+  CHECK_NOTHROW(with({}));
+  CHECK_THROWS_WITH(with({.gradient_scale = std::numeric_limits<double>::quiet_NaN()}),
+                    ContainsSubstring("gradient_scale"));
+  CHECK_THROWS_WITH(
+      with({.finite_check = zero::FiniteCheck::never, .loss_scale = zero::LossScale::dynamic()}),
+      ContainsSubstring("dynamic loss scale"));
+  // What no machine has would overflow, or take for ever to go through.
+  CHECK_THROWS_WITH(
+      zero::estimate<double>(zero::Adam{},
+                             std::vector<zero::ParamShape>{{{std::size_t{1} << 59}, "a"}}, {}),
+      ContainsSubstring("2^50"));
+  CHECK_THROWS_WITH(zero::estimate(zero::ElementBytes{SIZE_MAX, 1, 0, 0, 0}, 1000, 4, 0),
+                    ContainsSubstring("is no element"));
+}
+
+TEST_CASE("estimate: what is moved is there twice while an optimizer is made") {
+  const std::vector<zero::ParamShape> shapes{{{10}, "a"}, {{7}, "b", {.frozen = true}}};
+  const auto moved = [&](auto view) {
+    return zero::estimate<float>(zero::Sgd{}, shapes, {}, view).moved;
+  };
+  CHECK(moved(zero::NoView{}) == 0);
+  CHECK(moved(zero::ParamView{}) == 40);
+  CHECK(moved(zero::ParamAndGradView{}) == 80);
+}
+
 TEST_CASE("estimate: Linear(10000, 10000), two ranks") {
   const std::vector<zero::ParamShape> linear{{{10000, 10000}, "weight"}, {{10000}, "bias"}};
   const auto state = [&](int rank, auto... policies) {

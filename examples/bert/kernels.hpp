@@ -138,15 +138,21 @@ void gelu_backward(const Real* x, std::size_t n, Real* gradient) {
   }
 }
 
-/// Each row's numbers to probabilities.
+/// Numbers to probabilities. Returns log(sum(exp(x))) of the numbers.
+template <class Real>
+Real softmax(Real* x, std::size_t n) {
+  const Real most = largest(x, n);
+  for (std::size_t i = 0; i < n; ++i) x[i] = exponential(x[i] - most);
+  const Real sum = sum_of<Real>(n, [x](std::size_t i) { return x[i]; });
+  const Real inverse = 1 / sum;
+  for (std::size_t i = 0; i < n; ++i) x[i] *= inverse;
+  return most + std::log(sum);
+}
+
+/// Each row's.
 template <class Real>
 void softmax(Real* x, std::size_t rows, std::size_t columns) {
-  for (std::size_t r = 0; r < rows; ++r, x += columns) {
-    const Real most = largest(x, columns);
-    for (std::size_t i = 0; i < columns; ++i) x[i] = exponential(x[i] - most);
-    const Real inverse = 1 / sum_of<Real>(columns, [x](std::size_t i) { return x[i]; });
-    for (std::size_t i = 0; i < columns; ++i) x[i] *= inverse;
-  }
+  for (std::size_t r = 0; r < rows; ++r) (void)softmax(x + r * columns, columns);
 }
 
 /// gradient of the probabilities p -> gradient of what softmax made them of, in place

@@ -7,10 +7,13 @@
 //     bert --help
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -46,22 +49,21 @@ extern "C" void interrupt(int) {
 struct Data {
   std::optional<bert::Corpus> corpus;
   std::unique_ptr<bert::BatchSource> source;
-  std::string description;
 };
 
 Data load(bert::Options& options) {
   using bert::InputError;
   Data data;
   std::size_t& vocabulary = options.model.vocabulary;
+  if (options.vocabulary > vocabulary) {
+    throw InputError("--vocabulary " + std::to_string(options.vocabulary) + ": the model has " +
+                     std::to_string(vocabulary) + "; give no more");
+  }
   if (options.synthetic) {
-    if (options.vocabulary > vocabulary) {
-      throw InputError("--vocabulary " + std::to_string(options.vocabulary) + ": the model has " +
-                       std::to_string(vocabulary) + "; give no more");
-    }
     if (options.vocabulary > 0) vocabulary = options.vocabulary;
     data.source = std::make_unique<bert::SyntheticSource>(vocabulary, options.batch,
                                                           options.sequence, options.seed);
-    data.description = "random words of " + std::to_string(vocabulary);
+    options.data = "random words of " + std::to_string(vocabulary);
     return data;
   }
   const auto files = options.text.empty() ? bert::default_texts() : options.text;
@@ -72,10 +74,18 @@ Data load(bert::Options& options) {
   data.corpus.emplace(words, known);
   data.source = std::make_unique<bert::TextSource>(*data.corpus, vocabulary, options.batch,
                                                    options.sequence, options.seed);
-  data.description = std::to_string(files.size()) + (files.size() == 1 ? " file, " : " files, ") +
-                     std::to_string(text.size()) + " bytes, " + std::to_string(words.size()) +
-                     " words, a vocabulary of " + std::to_string(vocabulary);
+  options.data = std::to_string(files.size()) + (files.size() == 1 ? " file, " : " files, ") +
+                 std::to_string(text.size()) + " bytes, " + std::to_string(words.size()) +
+                 " words, a vocabulary of " + std::to_string(vocabulary);
   return data;
+}
+
+/// So that nobody trains for an hour and then can't write what came of it.
+void require_writable(const char* option, const std::filesystem::path& file) {
+  if (file.empty() || std::ofstream(file, std::ios::app)) return;
+  throw bert::InputError(std::string(option) + " " + file.string() +
+                         ": can't be written; name a file in a folder that exists and that you "
+                         "may write to");
 }
 
 /// On a terminal one line that changes; elsewhere a tenth of the lines.
@@ -102,25 +112,37 @@ int run(int argc, char** argv) {
   }
   const bert::Combination& combination = bert::choose(options);
   const Data data = load(options);
-  bert::require_memory(options, combination, bert::available_bytes());
+  bert::require_memory(options, combination, bert::available_bytes(), bert::address_space_left());
+  require_writable("--json", options.json);
+  require_writable("--trace", options.trace);
+  if (!options.json.empty() && options.json == options.trace) {
+    throw bert::InputError("--json and --trace name the same file; name two");
+  }
 
   std::fputs(bert::describe(options.model, bert::Head::masked_lm).c_str(), stdout);
   std::printf(
-      "data: %s\n%d ranks, each %zu sequences of %zu tokens a step; %s, %s, partition %s, "
+      "data: %s\n%d x %zu sequences of %zu tokens a step (ranks x batch); %s, %s, partition %s, "
       "bucket view %s\n\n",
-      data.description.c_str(), options.ranks, options.batch, options.sequence,
+      options.data.c_str(), options.ranks, options.batch, options.sequence,
       options.optimizer.c_str(), options.precision.c_str(), options.partition.c_str(),
       options.bucket_view.c_str());
 
-  std::signal(SIGINT, interrupt);
+  if (std::signal(SIGINT, interrupt) == SIG_IGN) std::signal(SIGINT, SIG_IGN);  // as with nohup
   std::vector<bert::RunReport> runs;
   std::vector<std::vector<bert::Recorder>> recorders;
   for (const bool sharded : bert::modes_of(options)) {
     bert::Job job{&options, data.source.get(), &interrupted};
     job.progress = [&](const bert::RunReport& report) { show_progress(options, report); };
     if (!options.trace.empty()) {
-      recorders.emplace_back(static_cast<std::size_t>(options.ranks), bert::Recorder(1U << 20));
-      job.recorders = &recorders.back();
+      // Three spans a step, and three a bucket; there are about as many as the bytes make.
+      const std::size_t bytes = combination.estimate(options, sharded, 0).parameters;
+      const std::size_t spans = options.steps * (3 + 3 * (bytes / options.bucket_bytes + 2));
+      std::vector<bert::Recorder>& of_mode = recorders.emplace_back();
+      of_mode.reserve(static_cast<std::size_t>(options.ranks));
+      for (int rank = 0; rank < options.ranks; ++rank) {
+        of_mode.emplace_back(std::min<std::size_t>(spans, 1U << 20));
+      }
+      job.recorders = &of_mode;
     }
     runs.push_back(combination.train(job, sharded));
     for (int rank = 0; rank < options.ranks; ++rank) {
@@ -129,7 +151,6 @@ int run(int argc, char** argv) {
     if (interrupted) break;
   }
   std::printf("\n%s", bert::tables(options, runs).c_str());
-  if (!options.json.empty()) bert::write_json(options, runs);
   if (!options.trace.empty()) {
     std::vector<bert::Track> tracks;
     for (std::size_t m = 0; m < runs.size(); ++m) {
@@ -139,6 +160,7 @@ int run(int argc, char** argv) {
     }
     bert::write_trace(options.trace, tracks);
   }
+  if (!options.json.empty()) bert::write_json(options, runs);
   if (interrupted) {
     std::printf("interrupted after %zu of %zu steps\n", runs.back().losses.size(), options.steps);
     return 130;
@@ -154,7 +176,12 @@ int main(int argc, char** argv) {
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+      std::fputs("bert: the output can't be written\n", stderr);
+      return 1;
+    }
+    return code;
   } catch (const bert::InputError& error) {
     std::fprintf(stderr, "bert: %s\n", error.what());
     return 2;

@@ -332,11 +332,12 @@ auto Model<T>::predict() -> Real {
   Real* logits = kept_->logits.get();
   products_.linear(rows, hidden, vocabulary, kept_->head_output.get(), weight(0),
                    weight(first + decoder_bias), logits);
-  softmax(logits, rows, vocabulary);
   Real loss = 0;
   for (std::size_t r = 0; r < rows; ++r) {
-    const Real p = logits[r * vocabulary + static_cast<std::size_t>(batch_->labels[r])];
-    loss -= static_cast<Real>(batch_->weights[r]) * std::log(std::max(p, Real(1e-30)));
+    // Of the logits, since what diverges has probabilities of 0.
+    Real* row = logits + r * vocabulary;
+    const Real label = row[batch_->labels[r]];
+    loss += static_cast<Real>(batch_->weights[r]) * (softmax(row, vocabulary) - label);
   }
   return loss / weights_of_batch();
 }

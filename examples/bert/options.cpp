@@ -2,8 +2,9 @@
 #include "options.hpp"
 
 #include <CLI/CLI.hpp>
-#include <iostream>
-#include <map>
+#include <cmath>
+#include <cstdint>
+#include <limits>
 #include <string>
 
 #include "input_error.hpp"
@@ -20,10 +21,10 @@ void require(bool holds, const std::string& sentence) {
 
 std::optional<Options> parse(int argc, const char* const* argv) {
   Options options;
-  std::string model = "mini";
+  std::string model = "mini", mode = "compare";
   double bucket_mib = 25;
   std::int64_t ranks = options.ranks, batch = 8, sequence = 128, steps = 60, warmup = 6;
-  std::int64_t vocabulary = 0;
+  std::int64_t vocabulary = 0, seed = 1;
   double clip = 0, weight_decay = 0;
 
   CLI::App app{
@@ -31,12 +32,8 @@ std::optional<Options> parse(int argc, const char* const* argv) {
       "or sharded, and shows memory and time side by side."};
   app.add_option("--model", model, "tiny, mini, base or large")->capture_default_str();
   app.add_option("--ranks", ranks, "how many")->capture_default_str();
-  app.add_option("--mode", options.mode, "replicated, sharded, or compare: one after the other")
-      ->transform(
-          CLI::CheckedTransformer(std::map<std::string, Mode>{{"replicated", Mode::replicated},
-                                                              {"sharded", Mode::sharded},
-                                                              {"compare", Mode::compare}}))
-      ->default_str("compare");
+  app.add_option("--mode", mode, "replicated, sharded, or compare: one after the other")
+      ->capture_default_str();
   app.add_option("--optimizer", options.optimizer, "adam, adamw, sgd, lion or lamb")
       ->capture_default_str();
   app.add_option("--partition", options.partition, "contiguous or balanced");
@@ -63,10 +60,13 @@ std::optional<Options> parse(int argc, const char* const* argv) {
                                      "Debian system has");
   app.add_flag("--synthetic", options.synthetic, "train on random words instead")->excludes(text);
   app.add_option("--vocabulary", vocabulary, "how many tokens; without: the text's");
-  app.add_option("--seed", options.seed, "of weights, batches and dropout")->capture_default_str();
+  app.add_option("--seed", seed, "of weights, batches and dropout")->capture_default_str();
   app.add_option("--json", options.json, "write the results there");
   app.add_option("--trace", options.trace, "write a trace there, for ui.perfetto.dev");
   app.add_flag("--describe", options.describe, "only print what the model is made of");
+  app.footer(
+      "Not every optimizer was compiled for every combination of --precision, --partition and "
+      "--bucket-view; what there is, the message says that refuses another.");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -76,23 +76,42 @@ std::optional<Options> parse(int argc, const char* const* argv) {
   }
 
   options.model = config_of(model);
-  require(ranks >= 1 && ranks <= 1024,
-          "--ranks " + std::to_string(ranks) + ": give a number from 1 to 1024");
-  require(batch >= 1, "--batch " + std::to_string(batch) + ": give at least one sequence");
-  require(steps >= 1, "--steps " + std::to_string(steps) + ": give at least one step");
-  require(warmup >= 0, "--warmup " + std::to_string(warmup) + ": give 0 or more steps");
+  if (mode == "replicated") {
+    options.mode = Mode::replicated;
+  } else if (mode == "sharded") {
+    options.mode = Mode::sharded;
+  } else {
+    require(mode == "compare",
+            "--mode " + mode + ": there is no such mode; there are replicated, sharded, compare");
+  }
+  const auto within = [](const char* name, std::int64_t number, std::int64_t least,
+                         std::int64_t most) {
+    require(number >= least && number <= most, std::string(name) + " " + std::to_string(number) +
+                                                   ": give a number from " + std::to_string(least) +
+                                                   " to " + std::to_string(most));
+  };
+  within("--ranks", ranks, 1, 1024);
+  within("--batch", batch, 1, 1 << 20);
+  within("--steps", steps, 1, 1 << 30);
+  within("--warmup", warmup, 0, 1 << 30);
+  within("--vocabulary", vocabulary, 0, 1 << 30);
+  within("--seed", seed, 0, std::numeric_limits<std::int64_t>::max());
+  require(!(clips->count() > 0) || clip > 0,
+          "--clip " + std::to_string(clip) + ": give a norm above 0");
+  require(std::isfinite(options.lr) && options.lr >= 0,
+          "--lr " + std::to_string(options.lr) + ": give a finite number that is not negative");
   require(sequence >= 3 && sequence <= static_cast<std::int64_t>(options.model.positions),
           "--seq " + std::to_string(sequence) + ": a sequence has 3 to " +
               std::to_string(options.model.positions) + " tokens in this model");
-  require(bucket_mib > 0 && bucket_mib <= 1 << 20,
-          "--bucket-mib " + std::to_string(bucket_mib) + ": give a size above 0");
-  require(vocabulary >= 0, "--vocabulary " + std::to_string(vocabulary) + ": give 0 or more");
+  require(bucket_mib >= 0.001 && bucket_mib <= 1 << 20,
+          "--bucket-mib " + std::to_string(bucket_mib) + ": give a size from 0.001 to 1048576");
   require(options.dropout >= 0 && options.dropout < 1,
           "--dropout " + std::to_string(options.dropout) + ": give a share from 0 to below 1");
   options.ranks = static_cast<int>(ranks);
   options.batch = static_cast<std::size_t>(batch);
   options.sequence = static_cast<std::size_t>(sequence);
   options.steps = static_cast<std::size_t>(steps);
+  options.seed = static_cast<std::uint64_t>(seed);
   options.warmup = static_cast<std::size_t>(warmup);
   options.vocabulary = static_cast<std::size_t>(vocabulary);
   options.bucket_bytes = static_cast<std::size_t>(bucket_mib * (1 << 20));

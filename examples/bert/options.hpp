@@ -37,6 +37,7 @@ struct Options {
   bool synthetic = false;
   std::vector<std::filesystem::path> text;
   std::size_t vocabulary = 0;  ///< wanted; 0: all words, as far as the model goes
+  std::string data;            ///< what was read, in words
   std::uint64_t seed = 1;
   std::filesystem::path json, trace;
   bool describe = false;

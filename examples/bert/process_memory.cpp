@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "process_memory.hpp"
 
+#ifdef __linux__
+#include <sys/resource.h>
+#endif
+
 #include <algorithm>
 #include <fstream>
 #include <string>
@@ -95,6 +99,17 @@ bool reset_peak() {
   std::ofstream file("/proc/self/clear_refs");
   file << "5" << std::flush;
   return file.good();
+}
+
+std::optional<std::uint64_t> address_space_left() {
+#ifdef __linux__
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    const std::uint64_t used = bytes_after("/proc/self/status", "VmSize:").value_or(0);
+    return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
+  }
+#endif
+  return std::nullopt;
 }
 
 std::optional<std::uint64_t> available_bytes(const path& root) {

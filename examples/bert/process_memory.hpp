@@ -20,6 +20,9 @@ namespace bert {
 /// system won't: the peak then goes on from the process's beginning.
 [[nodiscard]] bool reset_peak();
 
+/// Bytes of address space that this process can still take (`ulimit -v`); nothing without a limit.
+[[nodiscard]] std::optional<std::uint64_t> address_space_left();
+
 /// Bytes that this process can still take before the system swaps or kills it: the least of what
 /// the machine has available and what each limit on its control groups leaves, of version 1 or 2.
 /// Cached files don't count as taken: the system drops them first. Nothing where the system says

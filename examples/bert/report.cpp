@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -37,13 +38,14 @@ constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 5> memor
      {"buckets", &RankMemory::buckets},
      {"activations", &RankMemory::activations}}};
 
-constexpr std::array<std::pair<const char*, double StepTime::*>, 6> time_parts{
+constexpr std::array<std::pair<const char*, double StepTime::*>, 7> time_parts{
     {{"forward", &StepTime::forward},
      {"backward", &StepTime::backward},
      {"wait", &StepTime::wait},
      {"reduce", &StepTime::reduce},
      {"update", &StepTime::update},
-     {"gather", &StepTime::gather}}};
+     {"gather", &StepTime::gather},
+     {"step", &StepTime::step}}};
 
 double ratio(double a, double b) { return b == 0 ? 1 : a / b; }
 double ratio(std::size_t a, std::size_t b) {
@@ -67,6 +69,8 @@ std::string memory_table(const RunReport& run) {
     text += formatted("  %4zu %11zu  %11zu      %11zu %11zu  %11zu  %11zu\n", r, m.parameters,
                       m.gradients, m.state, m.buckets, m.activations, m.total());
   }
+  text +=
+      "  buckets: what views and traffic add: padding, and sums that ranks keep for each other\n";
   const Resident& seen = run.resident;
   if (seen.before && seen.built && seen.after) {
     text += formatted(
@@ -91,17 +95,16 @@ std::string memory_table(const RunReport& run) {
 }
 
 std::string time_table(const std::vector<RunReport>& runs) {
-  std::string text = "ms per step (medians)";
+  std::string text = "ms per step: of each column the median, without the first step";
   text += "\n             rank";
   for (const auto& [name, part] : time_parts) text += formatted("  %9s", name);
-  text += "       step  products\n";
+  text += "  products\n";
   for (const RunReport& run : runs) {
     for (std::size_t r = 0; r < run.time.size(); ++r) {
       const StepTime& t = run.time[r];
       text += formatted("  %-10s %4zu", run.mode.c_str(), r);
       for (const auto& [name, part] : time_parts) text += formatted("  %9.2f", 1e3 * t.*part);
-      text +=
-          formatted("  %9.2f     %4.1f%%\n", 1e3 * t.total(), 100 * ratio(t.products, t.total()));
+      text += formatted("     %4.1f%%\n", 100 * ratio(t.products, t.step));
     }
   }
   text +=
@@ -125,19 +128,42 @@ std::string comparison(const RunReport& replicated, const RunReport& sharded) {
   bytes("all, bytes per rank", before.total(), after.total());
   const StepTime &slow = replicated.slowest(), &fast = sharded.slowest();
   milliseconds("reduce + update + gather, ms", slow.optimizer(), fast.optimizer());
-  milliseconds("step, ms", slow.total(), fast.total());
-  const std::vector<float>& losses = sharded.losses;
+  milliseconds("step, ms", slow.step, fast.step);
+  return text;
+}
+
+std::string ending(const std::vector<RunReport>& runs) {
+  const std::vector<float>& losses = runs.front().losses;
   const std::size_t last = std::min<std::size_t>(losses.size(), 10);
   const float sum =
       std::accumulate(losses.end() - static_cast<std::ptrdiff_t>(last), losses.end(), 0.0F);
-  text += formatted("loss: %.4f in the first step, %.4f in the last %zu\n",
-                    static_cast<double>(losses.front()),
-                    static_cast<double>(sum) / static_cast<double>(last), last);
-  text += formatted("losses and parameters: %s (hashes %016llx, %016llx)\n",
-                    same_bits(replicated, sharded) ? "the same, bit for bit" : "DIFFERENT",
-                    static_cast<unsigned long long>(replicated.hash),
-                    static_cast<unsigned long long>(sharded.hash));
-  return text;
+  std::string text = formatted("loss: %.4f in the first step, %.4f in the last %zu (mean)\n",
+                               static_cast<double>(losses.front()),
+                               static_cast<double>(sum) / static_cast<double>(last), last);
+  if (runs.size() == 2 && runs[0].losses.size() != runs[1].losses.size()) {
+    return text + formatted(
+                      "losses and parameters: not compared, since the %s run ended after "
+                      "%zu steps and the %s one after %zu\n",
+                      runs[0].mode.c_str(), runs[0].losses.size(), runs[1].mode.c_str(),
+                      runs[1].losses.size());
+  }
+  const auto finite = [](float loss) { return std::isfinite(loss); };
+  const auto lost = std::find_if_not(losses.begin(), losses.end(), finite);
+  if (lost != losses.end()) {
+    text += formatted(
+        "the loss is not a finite number from step %zu on, so there is nothing to "
+        "compare; take a smaller --lr\n",
+        static_cast<std::size_t>(lost - losses.begin()) + 1);
+  }
+  text += "losses and parameters: ";
+  if (runs.size() == 2) {
+    text += same_bits(runs[0], runs[1]) ? "the same, bit for bit; " : "DIFFERENT; ";
+  }
+  text += "hash of the parameters";
+  for (const RunReport& run : runs) {
+    text += formatted(" %016llx", static_cast<unsigned long long>(run.hash));
+  }
+  return text + "\n";
 }
 
 }  // namespace
@@ -163,8 +189,11 @@ std::string tables(const Options& options, const std::vector<RunReport>& runs) {
     text += formatted("  (%d ranks take turns on %d processors, so the times say little)\n",
                       options.ranks, cores);
   }
-  if (runs.size() == 2) text += "\n" + comparison(runs[0], runs[1]);
-  return text;
+  text += "\n";
+  if (runs.size() == 2 && runs[0].losses.size() == runs[1].losses.size()) {
+    text += comparison(runs[0], runs[1]);
+  }
+  return text + ending(runs);
 }
 
 std::string progress_line(const Options& options, const RunReport& run) {
@@ -181,6 +210,9 @@ std::string progress_line(const Options& options, const RunReport& run) {
 }
 
 void write_json(const Options& options, const std::vector<RunReport>& runs) {
+  const auto given = [](std::optional<double> number) {
+    return number ? nlohmann::ordered_json(*number) : nlohmann::ordered_json();
+  };
   nlohmann::ordered_json all{{"model", options.model.name},
                              {"vocabulary", options.model.vocabulary},
                              {"optimizer", options.optimizer},
@@ -192,13 +224,18 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
                              {"batch", options.batch},
                              {"sequence", options.sequence},
                              {"steps", options.steps},
+                             {"data", options.data},
+                             {"lr", options.lr},
+                             {"warmup", options.warmup},
+                             {"clip", given(options.clip)},
+                             {"weight_decay", given(options.weight_decay)},
+                             {"dropout", options.dropout},
                              {"seed", options.seed},
                              {"modes", nlohmann::ordered_json::array()}};
   const auto times_of = [](const StepTime& time) {
     nlohmann::ordered_json seconds;
     for (const auto& [name, part] : time_parts) seconds[name] = time.*part;
     seconds["products"] = time.products;
-    seconds["step"] = time.total();
     return seconds;
   };
   const auto memory_of = [](const RankMemory& memory) {
@@ -220,21 +257,20 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     mode["seconds"] = times_of(run.slowest());
     for (const StepTime& rank : run.time) mode["seconds_by_rank"].push_back(times_of(rank));
     mode["losses"] = run.losses;
+    if (!run.norms.empty()) mode["norms"] = run.norms;
     mode["skipped"] = run.skipped;
     mode["interrupted"] = run.interrupted;
     mode["hash"] = formatted("%016llx", static_cast<unsigned long long>(run.hash));
     all["modes"].push_back(std::move(mode));
   }
-  if (runs.size() == 2) all["same_bits"] = same_bits(runs[0], runs[1]);
+  if (runs.size() == 2 && runs[0].losses.size() == runs[1].losses.size()) {
+    all["same_bits"] = same_bits(runs[0], runs[1]);
+  }
   std::ofstream file(options.json);
   // A loss may be NaN, which JSON has no number for: it is written as null.
   file << all.dump(2) << "\n";
   file.close();
-  if (!file) {
-    throw InputError("--json " + options.json.string() +
-                     ": can't be written; name a file in a "
-                     "folder that exists and may be written to");
-  }
+  if (!file) throw InputError("--json " + options.json.string() + ": can't be written");
 }
 
 }  // namespace bert

@@ -15,6 +15,10 @@
 
 namespace bert {
 
+[[nodiscard]] inline std::size_t group_of(const Shape& shape) { return shape.decays ? 0 : 1; }
+
+/// One tensor, as zero asks for it. An adapter is a pointer: it is made anew whenever it is asked
+/// for.
 template <class T>
 struct Parameter {
   Tensor<T>* tensor;
@@ -22,7 +26,9 @@ struct Parameter {
   [[nodiscard]] std::span<const std::size_t> shape() const { return tensor->shape.extents; }
   [[nodiscard]] std::span<T> values() const { return {tensor->values.get(), tensor->size}; }
   [[nodiscard]] std::span<T> gradient() const { return {tensor->gradient.get(), tensor->size}; }
-  [[nodiscard]] std::size_t group() const { return tensor->shape.decays ? 0 : 1; }
+  /// Which of the optimizer's options apply: those with weight decay, or those without.
+  [[nodiscard]] std::size_t group() const { return group_of(tensor->shape); }
+  /// From now on the memory is a part of a bucket, which lives as long as somebody holds `owner`.
   void rebind(std::span<T> values, std::shared_ptr<const void> owner) const {
     tensor->values = std::shared_ptr<T>(std::move(owner), values.data());
   }
@@ -31,6 +37,7 @@ struct Parameter {
   }
 };
 
+/// The optimizer that gets it keeps a reference: it must outlive that, as the tensors must.
 template <class T>
 [[nodiscard]] auto store_of(std::vector<Tensor<T>>& tensors) {
   return tensors | std::views::transform([](Tensor<T>& tensor) { return Parameter<T>{&tensor}; });

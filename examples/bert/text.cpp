@@ -37,7 +37,12 @@ std::string read_text(const std::filesystem::path& path) {
   if (!file) {
     throw fail(errno != 0 ? std::generic_category().message(errno) : "it can't be opened");
   }
-  std::string text(std::istreambuf_iterator<char>(file), {});
+  constexpr std::size_t most = std::size_t{1} << 30;
+  std::string text, piece(std::size_t{1} << 20, '\0');
+  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())), file.gcount() > 0) {
+    text.append(piece, 0, static_cast<std::size_t>(file.gcount()));
+    if (text.size() > most) throw fail("it has more than 1 GiB; give a part of it");
+  }
   if (file.bad()) throw fail("reading it failed");
   if (text.empty()) throw fail("it is empty");
   return text;

@@ -11,11 +11,16 @@
 #include <cstring>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 #include <zero/zero.hpp>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "kernels.hpp"
 #include "model.hpp"
@@ -27,27 +32,82 @@ namespace bert {
 
 using Clock = std::chrono::steady_clock;
 
+/// Sets what dropout draws from apart from what weights and batches do.
+inline constexpr std::uint64_t dropout_stream = 0x64726f70;
+
 inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double>(end - begin).count();
 }
 
-/// Times the parts of a step and records them. A `zero::Observer`.
+/// Measures one rank's steps, and records them where there is a recorder. What a training loop
+/// needs is the rest of it.
+class StepClock {
+ public:
+  explicit StepClock(Recorder* recorder) : recorder_(recorder) {}
+
+  void begin(double products) {
+    now_ = StepTime{};
+    now_.products = -products;
+    started_ = last_ = Clock::now();
+  }
+  /// What came since the last call was this part.
+  void was(double StepTime::* part, const char* name) {
+    const auto now = Clock::now();
+    add(part, name, last_, now);
+    last_ = now;
+  }
+  void add(double StepTime::* part, const char* name, Clock::time_point begin,
+           Clock::time_point end) {
+    now_.*part += seconds_between(begin, end);
+    if (recorder_ != nullptr) recorder_->add(name, begin, end);
+  }
+  void end(double products) {
+    now_.products += products;
+    now_.step = seconds_between(started_, Clock::now());
+    // In `step()` ranks wait for each other too.
+    now_.wait = std::max(0.0, now_.step - now_.forward - now_.backward - now_.optimizer());
+    steps_.push_back(now_);
+  }
+
+  /// Each number's median over the steps; the first, which touches memory anew, is left out where
+  /// there are more.
+  [[nodiscard]] StepTime median() const {
+    std::span<const StepTime> steps = steps_;
+    if (steps.size() > 1) steps = steps.subspan(1);
+    StepTime result;
+    std::vector<double> numbers(steps.size());
+    for (double StepTime::* part :
+         {&StepTime::forward, &StepTime::backward, &StepTime::products, &StepTime::wait,
+          &StepTime::reduce, &StepTime::update, &StepTime::gather, &StepTime::step}) {
+      std::transform(steps.begin(), steps.end(), numbers.begin(),
+                     [part](const StepTime& step) { return step.*part; });
+      std::sort(numbers.begin(), numbers.end());
+      result.*part = (numbers[(numbers.size() - 1) / 2] + numbers[numbers.size() / 2]) / 2;
+    }
+    return result;
+  }
+
+ private:
+  Recorder* recorder_;
+  StepTime now_{};
+  Clock::time_point started_{}, last_{};
+  std::vector<StepTime> steps_{};
+};
+
+/// Tells the clock what `zero` does in a step. A `zero::Observer`.
 class StepObserver {
  public:
-  StepObserver(StepTime* time, Recorder* recorder) : time_(time), recorder_(recorder) {}
+  explicit StepObserver(StepClock& clock) : clock_(&clock) {}
   void begin(const zero::Event&) { begin_ = Clock::now(); }
   void end(const zero::Event& event) {
     static constexpr std::array names{"reduce", "update", "gather"};
     static constexpr std::array parts{&StepTime::reduce, &StepTime::update, &StepTime::gather};
-    const auto end = Clock::now();
     const auto phase = static_cast<std::size_t>(event.phase);
-    time_->*parts[phase] += seconds_between(begin_, end);
-    if (recorder_ != nullptr) recorder_->add(names[phase], begin_, end);
+    clock_->add(parts[phase], names[phase], begin_, Clock::now());
   }
 
  private:
-  StepTime* time_;
-  Recorder* recorder_;
+  StepClock* clock_;
   Clock::time_point begin_{};
 };
 static_assert(zero::Observer<StepObserver>);
@@ -77,26 +137,7 @@ std::uint64_t hash_of(const std::vector<Tensor<T>>& tensors) {
   return hash;
 }
 
-/// Each number's median over the steps; the first, which touches memory anew, is left out where
-/// there are more.
-inline StepTime median_of(std::span<const StepTime> steps) {
-  if (steps.size() > 1) steps = steps.subspan(1);
-  StepTime result;
-  if (steps.empty()) return result;
-  std::vector<double> numbers(steps.size());
-  for (double StepTime::* part :
-       {&StepTime::forward, &StepTime::backward, &StepTime::products, &StepTime::wait,
-        &StepTime::reduce, &StepTime::update, &StepTime::gather}) {
-    std::transform(steps.begin(), steps.end(), numbers.begin(),
-                   [part](const StepTime& step) { return step.*part; });
-    const auto middle = numbers.begin() + static_cast<std::ptrdiff_t>(numbers.size() / 2);
-    std::nth_element(numbers.begin(), middle, numbers.end());
-    result.*part = *middle;
-  }
-  return result;
-}
-
-/// Decayed parameters are group 0, the others group 1.
+/// The options of the groups that `Parameter::group` names.
 template <class Opt>
 zero::Groups<Opt> groups_of(const Options& options) {
   Opt decaying{.lr = options.lr};
@@ -116,6 +157,7 @@ RankMemory memory_of(std::size_t value_bytes, const zero::MemoryReport& report,
   memory.state = report.state + report.master;
   const std::size_t moved = (View::values == zero::Residency::arena ? value_bytes : 0) +
                             (View::gradients == zero::Residency::arena ? value_bytes : 0);
+  memory.moved = moved;
   memory.buckets = report.total() - memory.state - moved;
   memory.activations = activations;
   return memory;
@@ -152,7 +194,7 @@ class Trainer {
     use_one_thread_a_product();
     report_.resident.before = resident_bytes();
     const bool fresh_peak = reset_peak();
-    // Ranks may take turns on few processors: a step of one is what another may have to wait.
+    // Where ranks take turns on few processors, one may have to wait for a whole step of another.
     zero::run_ranks(options_.ranks, [&](zero::InProcessCommunicator& comm) { train(comm); },
                     {.timeout = std::chrono::hours(1)});
     if (fresh_peak) report_.resident.peak = peak_resident_bytes();
@@ -166,75 +208,69 @@ class Trainer {
  private:
   void train(zero::InProcessCommunicator& comm) {
     const auto rank = static_cast<std::size_t>(comm.rank());
-    Recorder* recorder = job_.recorders == nullptr ? nullptr : &(*job_.recorders)[rank];
+    StepClock clock(job_.recorders == nullptr ? nullptr : &(*job_.recorders)[rank]);
     Model<T> model(options_.model, options_.batch_size(), options_.seed);
     auto store = store_of(model.tensors());
-    StepTime now;
     zero::Settings settings;
     if (std::is_same_v<T, zero::float16>) settings.loss_scale = zero::LossScale::dynamic();
     zero::ZeroSharded optimizer{
         groups_of<Opt>(options_),    store,   comm,     Partition{},
-        View{options_.bucket_bytes}, Stage{}, settings, StepObserver{&now, recorder}};
+        View{options_.bucket_bytes}, Stage{}, settings, StepObserver{clock}};
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
-    comm.barrier().wait();
-    if (rank == 0) report_.resident.built = resident_bytes();
-    comm.barrier().wait();
+    look_at_memory(comm, report_.resident.built);
 
-    std::vector<double> rates;
-    for (const Opt& group : optimizer.groups()) rates.push_back(group.lr);
-    std::vector<StepTime> times;
     Batch batch;
     const auto begin = Clock::now();
     for (std::size_t step = 0; step < options_.steps; ++step) {
       job_.source->fill(batch, rank, step);
-      for (std::size_t g = 0; g < rates.size(); ++g) {
-        optimizer.group(g).lr = rates[g] * schedule(options_, step);
-      }
-      now = StepTime{};
-      const double products = model.product_seconds();
-      const auto started = Clock::now();
-      const float loss =
-          model.forward(batch, options_.dropout, mix(mix(options_.seed, rank), step));
-      const auto forward = Clock::now();
+      for (Opt& group : optimizer.groups()) group.lr = options_.lr * schedule(options_, step);
+
+      clock.begin(model.product_seconds());
+      const std::uint64_t key = mix(mix(mix(options_.seed, dropout_stream), rank), step);
+      const float loss = model.forward(batch, options_.dropout, key);
+      clock.was(&StepTime::forward, "forward");
       model.backward(static_cast<float>(optimizer.loss_scale()),
                      [&](std::size_t first, std::size_t last) {
                        for (std::size_t i = first; i < last; ++i) optimizer.mark_ready(i);
                      });
-      const auto backward = Clock::now();
-      comm.barrier().wait();  // or the first part of the step would seem to last as long
+      clock.was(&StepTime::backward, "backward");
+      comm.barrier().wait();  // only so that waiting is not taken for stepping
+      clock.was(&StepTime::wait, "wait");
       const zero::Outcome outcome = optimizer.step().outcome();
-      const auto end = Clock::now();
-      now.forward = seconds_between(started, forward);
-      now.backward = seconds_between(forward, backward);
-      now.products = model.product_seconds() - products;
-      now.wait = seconds_between(backward, end) - now.optimizer();
-      times.push_back(now);
-      if (recorder != nullptr) {
-        recorder->add("forward", started, forward);
-        recorder->add("backward", forward, backward);
-      }
+      clock.end(model.product_seconds());
+
       std::array<float, 2> shared{loss, job_.interrupted->load() ? 1.0F : 0.0F};
       comm.all_reduce(std::span<float>(shared)).wait();
-      const bool stops = shared[1] > 0;
       if (rank == 0) {
         report_.losses.push_back(shared[0] / static_cast<float>(options_.ranks));
         if (outcome.gradient_norm) report_.norms.push_back(*outcome.gradient_norm);
         if (!outcome.applied) ++report_.skipped;
         report_.seconds = seconds_between(begin, Clock::now());
-        report_.interrupted = stops;
+        report_.interrupted = shared[1] > 0;
         if (job_.progress) job_.progress(report_);
       }
-      if (stops) break;
+      if (shared[1] > 0) break;
     }
-    comm.barrier().wait();
-    if (rank == 0) report_.resident.after = resident_bytes();
-    comm.barrier().wait();
+    look_at_memory(comm, report_.resident.after);
     std::size_t value_bytes = 0;
     for (const Tensor<T>& tensor : model.tensors()) value_bytes += tensor.size * sizeof(T);
     report_.memory[rank] =
         memory_of<View>(value_bytes, optimizer.memory(), model.activation_bytes());
-    report_.time[rank] = median_of(times);
+    report_.time[rank] = clock.median();
     hashes_[rank] = hash_of(model.tensors());
+  }
+
+  /// What is resident while all ranks stand still; only rank 0 writes.
+  static void look_at_memory(zero::InProcessCommunicator& comm,
+                             std::optional<std::uint64_t>& resident) {
+    comm.barrier().wait();
+    if (comm.rank() == 0) {
+#ifdef __GLIBC__
+      malloc_trim(0);  // small blocks that were freed would count
+#endif
+      resident = resident_bytes();
+    }
+    comm.barrier().wait();
   }
 
   const Job& job_;
@@ -248,7 +284,7 @@ RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
   std::vector<zero::ParamShape> shapes;
   std::size_t value_bytes = 0;
   for (const Shape& shape : shapes_of(options.model)) {
-    shapes.push_back({.shape = shape.extents, .name = shape.name, .group = shape.decays ? 0U : 1U});
+    shapes.push_back({.shape = shape.extents, .name = shape.name, .group = group_of(shape)});
     value_bytes += shape.elements() * sizeof(T);
   }
   const zero::EstimateFor member{.world = options.ranks,

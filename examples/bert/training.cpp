@@ -10,29 +10,31 @@ namespace bert {
 
 const StepTime& RunReport::slowest() const {
   return *std::max_element(time.begin(), time.end(), [](const StepTime& a, const StepTime& b) {
-    return a.total() - a.wait < b.total() - b.wait;
+    return a.step - a.wait < b.step - b.wait;
   });
 }
 
-std::size_t RunReport::most(std::size_t (RankMemory::*bytes)() const) const {
-  std::size_t most = 0;
-  for (const RankMemory& rank : memory) most = std::max(most, (rank.*bytes)());
-  return most;
-}
-
 const Combination& choose(const Options& options) {
-  std::string there_are;
+  std::string optimizers, there_are;
   for (const Combination& c : combinations()) {
-    if (c.optimizer == options.optimizer && c.precision == options.precision &&
-        c.partition == options.partition && c.bucket_view == options.bucket_view) {
+    if (&c == &combinations().front() || std::string((&c)[-1].optimizer) != c.optimizer) {
+      optimizers += std::string(optimizers.empty() ? "" : ", ") + c.optimizer;
+    }
+    if (c.optimizer != options.optimizer) continue;
+    if (c.precision == options.precision && c.partition == options.partition &&
+        c.bucket_view == options.bucket_view) {
       return c;
     }
-    there_are += std::string("\n  --optimizer ") + c.optimizer + " --precision " + c.precision +
-                 " --partition " + c.partition + " --bucket-view " + c.bucket_view;
+    there_are += std::string("\n  --precision ") + c.precision + " --partition " + c.partition +
+                 " --bucket-view " + c.bucket_view;
   }
-  throw InputError("--optimizer " + options.optimizer + " --precision " + options.precision +
-                   " --partition " + options.partition + " --bucket-view " + options.bucket_view +
-                   " was not compiled into this program; there are" + there_are);
+  if (there_are.empty()) {
+    throw InputError("--optimizer " + options.optimizer +
+                     ": there is no such optimizer; there are " + optimizers);
+  }
+  throw InputError("--precision " + options.precision + " --partition " + options.partition +
+                   " --bucket-view " + options.bucket_view + " was not compiled for --optimizer " +
+                   options.optimizer + "; there are" + there_are);
 }
 
 std::vector<bool> modes_of(const Options& options) {
@@ -52,23 +54,33 @@ std::size_t memory_needed(const Options& options, const Combination& combination
 }
 
 void require_memory(const Options& options, const Combination& combination,
-                    std::optional<std::uint64_t> available) {
+                    std::optional<std::uint64_t> available,
+                    std::optional<std::uint64_t> address_space) {
+  // OpenBLAS maps 128 MiB for a thread, and where it can't, it tries for ever.
+  if (address_space) {
+    const std::size_t maps = static_cast<std::size_t>(options.ranks + 1) * (256U << 20);
+    const std::uint64_t left = *address_space > maps ? *address_space - maps : 0;
+    available = std::min(available.value_or(left), left);
+  }
   if (!available) return;
   for (const bool sharded : modes_of(options)) {
     const std::size_t needed = memory_needed(options, combination, sharded);
     if (needed <= *available) continue;
     const RankMemory rank = combination.estimate(options, sharded, 0);
-    char text[512];
-    std::snprintf(text, sizeof text,
-                  "%s, BERT-%s on %d ranks needs %.1f GB, but only %.1f GB are available: a rank "
-                  "keeps %.2f GB of parameters, as much of gradients, %.2f GB of optimizer state, "
-                  "%.2f GB of buckets and %.2f GB of activations; take a smaller --model, --batch "
-                  "or --seq, or fewer --ranks",
-                  sharded ? "sharded" : "replicated", options.model.name.c_str(), options.ranks,
-                  1e-9 * static_cast<double>(needed), 1e-9 * static_cast<double>(*available),
-                  1e-9 * static_cast<double>(rank.parameters),
-                  1e-9 * static_cast<double>(rank.state), 1e-9 * static_cast<double>(rank.buckets),
-                  1e-9 * static_cast<double>(rank.activations));
+    const auto gb = [](std::size_t bytes) { return 1e-9 * static_cast<double>(bytes); };
+    const bool sharded_fits = !sharded && memory_needed(options, combination, true) <= *available;
+    char text[640];
+    std::snprintf(
+        text, sizeof text,
+        "%s, BERT-%s on %d ranks needs %.1f GB, but only %.1f GB are available: a rank "
+        "keeps %.2f GB of parameters, as much of gradients, %.2f GB of optimizer state and "
+        "%.2f GB of buckets, and besides %.2f GB %s; take %sa smaller --model, --batch or "
+        "--seq, or fewer --ranks",
+        sharded ? "sharded" : "replicated", options.model.name.c_str(), options.ranks, gb(needed),
+        gb(static_cast<std::size_t>(*available)), gb(rank.parameters), gb(rank.state),
+        gb(rank.buckets), gb(std::max(rank.activations, rank.moved)),
+        rank.activations > rank.moved ? "of activations" : "while parameters move into buckets",
+        sharded_fits ? "--mode sharded, " : "");
     throw InputError(text);
   }
 }

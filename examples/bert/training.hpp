@@ -24,6 +24,8 @@ struct RankMemory {
   std::size_t state = 0;    ///< slots and master copies
   std::size_t buckets = 0;  ///< what views and traffic add: padding, sums, buckets on their way
   std::size_t activations = 0;
+  /// Of parameters and gradients, what is there twice while an optimizer is made and moves it.
+  std::size_t moved = 0;
 
   /// What training keeps whatever the batch.
   [[nodiscard]] std::size_t model_state() const { return parameters + gradients + state + buckets; }
@@ -36,9 +38,9 @@ struct StepTime {
   double products = 0;  ///< of both, spent in matrix products
   double wait = 0;      ///< for slower ranks, and for agreeing with them
   double reduce = 0, update = 0, gather = 0;
+  double step = 0;  ///< all of it
 
   [[nodiscard]] double optimizer() const { return reduce + update + gather; }
-  [[nodiscard]] double total() const { return forward + backward + wait + optimizer(); }
 };
 
 /// Resident memory of the whole process, where the system tells: all ranks that are its threads.
@@ -53,7 +55,7 @@ struct RunReport {
   std::string mode;
   std::vector<RankMemory> memory{};     ///< by rank
   std::vector<RankMemory> estimated{};  ///< by rank, before the run
-  std::vector<StepTime> time{};         ///< by rank, medians over the steps
+  std::vector<StepTime> time{};         ///< by rank; of each number the median over the steps
   std::vector<float> losses{};          ///< means over ranks
   std::vector<double> norms{};          ///< of gradients, where they are clipped
   std::size_t skipped = 0;              ///< steps
@@ -62,9 +64,8 @@ struct RunReport {
   double seconds = 0;  ///< of all steps
   Resident resident{};
 
-  /// Of the rank whose steps take longest.
+  /// Of the rank that has to be waited for.
   [[nodiscard]] const StepTime& slowest() const;
-  [[nodiscard]] std::size_t most(std::size_t (RankMemory::*bytes)() const) const;
 };
 
 /// What a run needs besides its policies.
@@ -96,12 +97,14 @@ struct Combination {
 [[nodiscard]] const std::vector<Combination>& combinations();
 /// Throws `InputError` that lists what there is.
 [[nodiscard]] const Combination& choose(const Options& options);
-/// Bytes that all ranks need at most at one time.
+/// Bytes that all ranks need at most at one time; with what threads, BLAS and bookkeeping take.
 [[nodiscard]] std::size_t memory_needed(const Options& options, const Combination& combination,
                                         bool sharded);
 /// Throws `InputError` with the estimate where a mode needs more than is available.
+/// @param address_space what a limit on it leaves, where there is one
 void require_memory(const Options& options, const Combination& combination,
-                    std::optional<std::uint64_t> available);
+                    std::optional<std::uint64_t> available,
+                    std::optional<std::uint64_t> address_space = std::nullopt);
 /// The modes that the options ask for, in the order in which they run: whether each is sharded.
 [[nodiscard]] std::vector<bool> modes_of(const Options& options);
 }  // namespace bert

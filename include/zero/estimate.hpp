@@ -4,6 +4,7 @@
 /// formulas of ZeRO, from a count: `zero/estimate_by_count.hpp`, which this includes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <limits>
 #include <span>
@@ -62,14 +63,16 @@ struct EstimateFor {
 
 /// Bytes of one rank. Element arrays, exactly; activations and bookkeeping are not counted.
 struct ExactEstimate {
-  /// The caller's: values, each tied one once. With a view that moves them only frozen ones stay;
-  /// while an optimizer is constructed, and moves them, they are there twice.
+  /// The caller's: values, each tied one once. With a view that moves them only frozen ones stay.
   std::size_t parameters = 0;
   std::size_t gradients = 0;  ///< the caller's, of trainable parameters, likewise
   /// To the byte what `ZeroSharded::memory` reports once it is constructed (and, with
   /// `EstimateFor::clips`, `clip_grad_norm` called).
   MemoryReport optimizer{};
   std::size_t padding = 0;  ///< of `optimizer`, staging aside: bytes that hold no parameter's
+  /// What is there besides while an optimizer is constructed: the caller's memory that it moves
+  /// into arenas, until each parameter has let go of its own.
+  std::size_t moved = 0;
   [[nodiscard]] constexpr std::size_t total() const noexcept {
     return parameters + gradients + optimizer.total();
   }
@@ -103,6 +106,16 @@ template <Element T>
       refuse_parameter(seen, i,
                        "is in group " + std::to_string(info.group) + ", but there are only " +
                            std::to_string(groups));
+    }
+  }
+  require_ties_in_group(seen);
+  // Above, sums of bytes could overflow; no machine has as much.
+  constexpr std::size_t most = std::size_t{1} << 50;
+  std::size_t elements = 0;
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    elements += std::min(seen.parameters[i].elements, most + 1);
+    if (elements > most) {
+      refuse_parameter(seen, i, "brings the elements above 2^50, the most that is estimated");
     }
   }
   for (const ParameterInfo& info : seen.parameters) {
@@ -196,6 +209,7 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
                      std::to_string(of.world));
   }
   Scaling scaling(settings, of.world);
+  scaling.validate((std::is_same_v<arithmetic_t<T>, float> || ...));
   if (of.clips) scaling.max_norm = 1;
   const bool keeps = keeps_sums(settings, scaling.looks_first(trains_16_bits(seen.parameters)));
   ExactEstimate sum;
@@ -203,8 +217,11 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
     const ParameterInfo& info = seen.parameters[i];
     if (info.leader != i) continue;
     const std::size_t bytes = info.elements * info.element_bytes;
-    if (info.frozen || View::values == Residency::caller) sum.parameters += bytes;
-    if (!info.frozen && View::gradients == Residency::caller) sum.gradients += bytes;
+    const auto add = [&](Residency where, std::size_t& stays) {
+      (info.frozen || where == Residency::caller ? stays : sum.moved) += bytes;
+    };
+    add(View::values, sum.parameters);
+    if (!info.frozen) add(View::gradients, sum.gradients);
   }
   std::size_t lane = 0;
   (add_lane<Storage<T, Precision>, Checks::tensors, View, Stage>(sum, map, lane++, seen, groups, of,
@@ -257,7 +274,8 @@ template <class First, class Store, class... P>
 }
 
 /// The same of parameters that don't exist yet, all of element type `T`, each to lie in memory of
-/// its own:
+/// its own. Nobody knows yet whether they can be moved, so that the view is `NoView` unless one is
+/// given:
 ///
 ///     zero::estimate<float>(zero::Adam{}, shapes, {.world = 8}, zero::Stage1{})
 template <Element T, class First, class... P>

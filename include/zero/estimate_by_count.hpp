@@ -95,12 +95,20 @@ struct Estimate {
 
 /// Of a model with `parameters` elements, all of one kind, on each of `world` ranks. Stage 1 shards
 /// masters and slots, 2 gradients too, 3 parameters too; stages 1 and 2 send what an all-reduce
-/// sends, 3 half as much again. Throws `UsageError` for a world below 1, and where bytes overflow.
+/// sends, 3 half as much again. Throws `UsageError` for a world below 1, for an element of more
+/// than 1024 bytes, and where bytes overflow.
 [[nodiscard]] inline Estimate estimate(const ElementBytes& bytes, std::uint64_t parameters,
                                        int world, StageNumber stage) {
   if (world < 1) {
     throw UsageError("estimate: there are " + std::to_string(world) +
                      " ranks, but there must be at least 1");
+  }
+  for (const std::size_t of_element :
+       {bytes.parameter, bytes.gradient, bytes.master, bytes.state, bytes.wire}) {
+    if (of_element > 1024) {
+      throw UsageError("estimate: an element of " + std::to_string(of_element) +
+                       " bytes is no element; give at most 1024");
+    }
   }
   if (parameters >
       std::numeric_limits<std::uint64_t>::max() / (2 * bytes.total() + 4 * bytes.wire + 1)) {

@@ -121,6 +121,12 @@ TEST_CASE("a model starts at the loss of guessing", "[bert]") {
   CHECK(std::abs(model.forward(batch()) - std::log(300.0F)) < 0.1F);
 }
 
+TEST_CASE("a loss that diverges keeps growing", "[bert]") {
+  std::vector<float> logits{0, 1000, 3};
+  CHECK(bert::softmax(logits.data(), 3) == 1000.0F);  // of the label 0 the loss would be 1000
+  CHECK(logits[1] == 1.0F);
+}
+
 TEST_CASE("float computes what double does", "[bert]") {
   bert::Model<double> exact(small(), size, 1);
   bert::Model<float> model(small(), size, 1);

@@ -249,19 +249,19 @@ struct EngineState : EngineIdentity {
   class Constants {
    public:
     explicit Constants(const EngineState& state) : state_(&state) {}
-    const auto& of(std::size_t parameter) {
+    decltype(auto) of(std::size_t parameter) {
       const std::int64_t t = state_->step_counts[parameter];
-      const std::size_t group = state_->parameters[parameter].group;
-      if (!scalars_ || group != group_ || t != t_) {
-        if constexpr (UpdateRule<Opt, A>) {
+      if constexpr (UpdateRule<Opt, A>) {
+        const std::size_t group = state_->parameters[parameter].group;
+        if (!scalars_ || group != group_ || t != t_) {
           scalars_.emplace(state_->groups[group].template scalars<A>(t));
-        } else {
-          scalars_.emplace(t);
+          group_ = group;
+          t_ = t;
         }
-        group_ = group;
-        t_ = t;
+        return std::as_const(*scalars_);
+      } else {
+        return t;
       }
-      return *scalars_;
     }
 
    private:
@@ -269,7 +269,7 @@ struct EngineState : EngineIdentity {
       if constexpr (UpdateRule<Opt, A>) {
         return std::type_identity<decltype(std::declval<const Opt&>().template scalars<A>(1))>{};
       } else {
-        return std::type_identity<std::int64_t>{};
+        return std::type_identity<std::int64_t>{};  // not used
       }
     }
     const EngineState* state_;

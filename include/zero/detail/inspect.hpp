@@ -96,6 +96,20 @@ inline void refuse_overlaps(const Inspection& seen,
   }
 }
 
+/// Counts ties. Throws `UsageError` naming a parameter that is tied to one of another group.
+inline void require_ties_in_group(Inspection& seen) {
+  for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+    const std::size_t leader = seen.parameters[i].leader;
+    if (leader >= i) continue;  // none, or the layout refuses it
+    ++seen.parameters[leader].ties;
+    if (seen.parameters[leader].group != seen.parameters[i].group) {
+      refuse_parameter(seen, i,
+                       "is tied to " + quoted(leader, seen.parameters[leader].name) +
+                           " of another group; put both into one");
+    }
+  }
+}
+
 /// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a
 /// shape that doesn't fit the values, null values, names that occur twice, memory shared without a
 /// tie. Fills `out` as it goes, so that names are known to whoever reports. Values before parameter
@@ -172,16 +186,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     out.digests[i].description = description.value();
     out.places[i] = {info.elements, info.lane, attributes, info.name, info.group};
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t leader = out.parameters[i].leader;
-    if (leader >= i) continue;  // none, or the layout refuses it
-    ++out.parameters[leader].ties;
-    if (out.parameters[leader].group != out.parameters[i].group) {
-      refuse_parameter(out, i,
-                       "is tied to " + quoted(leader, out.parameters[leader].name) +
-                           " of another group; put both into one");
-    }
-  }
+  require_ties_in_group(out);
   std::vector<std::size_t> by_name(count);
   for (std::size_t i = 0; i < count; ++i) by_name[i] = i;
   const auto name = [&](std::size_t i) -> const std::string& { return out.parameters[i].name; };
