@@ -16,3 +16,17 @@ foreach(ranks RANGE 1 4)
   set_tests_properties(mpi_test_${ranks} PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
     ENVIRONMENT "${zero_mpi_environment}")
 endforeach()
+
+# What happens when a process dies is mpiexec's doing, and its options are its own.
+execute_process(COMMAND ${MPIEXEC_EXECUTABLE} --version OUTPUT_VARIABLE zero_mpiexec ERROR_QUIET)
+if(zero_mpiexec MATCHES "Open MPI|OpenRTE")
+  add_executable(mpi_faults comm/mpi_faults.cpp)
+  target_link_libraries(mpi_faults PRIVATE zero::mpi zero_warnings)
+  target_compile_options(mpi_faults PRIVATE -O0)
+  zero_label(mpi mpi_faults)
+  add_test(NAME mpi_faults_test
+    COMMAND ${CMAKE_COMMAND} -D MPIEXEC=${MPIEXEC_EXECUTABLE} -D NUMPROC_FLAG=${MPIEXEC_NUMPROC_FLAG}
+            -D PROGRAM=$<TARGET_FILE:mpi_faults> -P ${CMAKE_CURRENT_LIST_DIR}/comm/mpi_faults.cmake)
+  set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
+    ENVIRONMENT "${zero_mpi_environment}")
+endif()

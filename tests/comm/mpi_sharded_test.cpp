@@ -10,6 +10,7 @@
 #include "catch.hpp"
 #include "ranks.hpp"
 #include "zero/bfloat16.hpp"
+#include "zero/comm/fault_injector.hpp"
 #include "zero/comm/in_process.hpp"
 #include "zero/comm/mpi.hpp"
 #include "zero/optim/adam.hpp"
@@ -17,6 +18,8 @@
 #include "zero/zero_sharded.hpp"
 
 namespace {
+
+static_assert(zero::Communicator<zero::FaultInjector<zero::MpiCommunicatorRef>, float>);
 
 template <class T>
 ranks::Model<T> model() {

@@ -339,8 +339,10 @@ class MpiState {
       if (MPI_Iprobe(MPI_ANY_SOURCE, notice_tag, comm_, &found, &status) != MPI_SUCCESS) break;
       if (found == 0) break;
       Notice notice;
-      MPI_Recv(&notice, static_cast<int>(sizeof notice), MPI_BYTE, status.MPI_SOURCE, notice_tag,
-               comm_, MPI_STATUS_IGNORE);
+      notice.magic = 0;
+      const int code = MPI_Recv(&notice, static_cast<int>(sizeof notice), MPI_BYTE,
+                                status.MPI_SOURCE, notice_tag, comm_, MPI_STATUS_IGNORE);
+      if (code != MPI_SUCCESS || notice.magic != MpiHeader::magic_number) continue;
       if (notice.orderly) {
         left_[static_cast<std::size_t>(status.MPI_SOURCE)] = notice.operations + 1;
         any_left_ = true;
