@@ -10,11 +10,15 @@
 
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "zero/comm/mpi_options.hpp"
 #include "zero/detail/mpi_operation.hpp"
+#include "zero/error.hpp"
 
 namespace zero::detail {
 
@@ -96,5 +100,19 @@ class MpiStaging {
   std::vector<MPI_Request> notices;
   MPI_Request native = MPI_REQUEST_NULL;
 };
+
+/// What a message carries at most. Throws `UsageError` where the option can't be.
+inline std::size_t mpi_chunk_bytes(const MpiOptions& options, std::size_t size) {
+  if (options.chunk_bytes == 0) {
+    constexpr std::size_t most = std::size_t{512} << 10U, all = std::size_t{32} << 20U;
+    const std::size_t even = all / (2 * MpiStaging::depth * std::max<std::size_t>(size - 1, 1));
+    return std::clamp<std::size_t>(even / 64 * 64, std::size_t{16} << 10U, most);
+  }
+  if (options.chunk_bytes < 64 || options.chunk_bytes > (std::size_t{1} << 30U)) {
+    throw UsageError("MpiOptions::chunk_bytes is " + std::to_string(options.chunk_bytes) +
+                     "; it must be 64 to 2^30, or 0 for a size that suits most.");
+  }
+  return options.chunk_bytes / 64 * 64;
+}
 
 }  // namespace zero::detail

@@ -45,7 +45,7 @@ class MpiState {
         options_(options),
         rank_(rank_in(comm)),
         size_(size_of(comm)),
-        round_(comm, rank_, size_, chunk_bytes(options, size_)),
+        round_(comm, rank_, size_, mpi_chunk_bytes(options, size_)),
         operations_(initial_operations),
         left_(size_, 0) {
     // So that an error becomes an exception and not the end of the process.
@@ -171,19 +171,6 @@ class MpiState {
   };
   static_assert(sizeof(Notice) == MpiStaging::notice_bytes && std::is_trivially_copyable_v<Notice>);
 
-  static std::size_t chunk_bytes(const MpiOptions& options, std::size_t size) {
-    if (options.chunk_bytes == 0) {
-      constexpr std::size_t most = std::size_t{512} << 10U, all = std::size_t{32} << 20U;
-      const std::size_t even = all / (2 * MpiStaging::depth * std::max<std::size_t>(size - 1, 1));
-      return std::clamp<std::size_t>(even / 64 * 64, std::size_t{16} << 10U, most);
-    }
-    if (options.chunk_bytes < 64 || options.chunk_bytes > (std::size_t{1} << 30U)) {
-      throw UsageError("MpiOptions::chunk_bytes is " + std::to_string(options.chunk_bytes) +
-                       "; it must be 64 to 2^30, or 0 for a size that suits most.");
-    }
-    return options.chunk_bytes / 64 * 64;
-  }
-
   // Operations ----------------------------------------------------------------------------------
 
   [[nodiscard]] MpiOperation& operation_at(std::uint64_t sequence) noexcept {
@@ -275,32 +262,7 @@ class MpiState {
       return;
     }
     poison(CommunicatorFailure::mismatch, rank_, [&] {
-      const std::string me = std::to_string(rank_), peer = std::to_string(trouble.peer);
-      const MpiHeader& theirs = *trouble.theirs;
-      if (theirs.magic != MpiHeader::magic_number) {
-        return "rank " + me + " got a message from rank " + peer +
-               " that is not zero's; give each MPI communicator one user only, and all its ranks "
-               "the same MpiOptions";
-      }
-      std::string text = "ranks " + me + " and " + peer + " disagree: rank " + me + " called " +
-                         describe(operation_at(completed_)) + ", sequence " +
-                         std::to_string(completed_) + ", rank " + peer + " called " +
-                         describe(operation_of(theirs)) + ", sequence " +
-                         std::to_string(theirs.sequence);
-      if (theirs.pair_bytes != trouble.expected_bytes) {
-        text += "; rank " + peer + " sends " + std::to_string(theirs.pair_bytes) +
-                " bytes to rank " + me + ", which expects " +
-                std::to_string(trouble.expected_bytes);
-      } else if (theirs.counts_hash != round_.header().counts_hash) {
-        text += "; their counts differ";
-      } else if (theirs.chunk_bytes != round_.header().chunk_bytes) {
-        text += "; their MpiOptions::chunk_bytes differ";
-      } else if (theirs.native != round_.header().native) {
-        text += "; their MpiOptions::reduction differ";
-      }
-      return text +
-             "; every rank must start the same operations in the same order, with element "
-             "types and sizes that agree";
+      return mismatch_text(rank_, operation_at(completed_), round_.header(), trouble);
     });
   }
 
