@@ -278,7 +278,12 @@ class MpiRound {
       arrived_[slot] = 2;  // checked
       if (reduces_) continue;
       const std::size_t bytes = std::min(piece_, peer.share.receive_bytes - offset);
-      copy_elements(staging_.payload(slot), bytes, peer.share.into + offset);
+      // Past the caches where all messages together are too much for them.
+      if (peer.share.receive_bytes >= streamed_bytes) {
+        streamed_copy(staging_.payload(slot), bytes, peer.share.into + offset);
+      } else {
+        copy_elements(staging_.payload(slot), bytes, peer.share.into + offset);
+      }
       release(peer);
     }
     return true;
