@@ -542,6 +542,29 @@ void check_unaligned(Comm& comm) {
   }
 }
 
+/// Even and odd ranks apart, each in reverse.
+template <class Comm>
+void check_split(Comm& comm) {
+  const int me = comm.rank();
+  {
+    auto part = comm.split(me % 2, -me);
+    const int members = (comm.size() + 1 - me % 2) / 2;
+    require(part.size() == members, "the size of a part");
+    require(part.rank() == members - 1 - me / 2, "the rank in a part");
+    std::vector<int> ranks(world_size(part));
+    part.exchange(std::as_bytes(std::span(&me, 1)), std::as_writable_bytes(std::span(ranks)))
+        .wait();
+    for (const int rank : ranks) require(rank % 2 == me % 2, "who is in a part");
+    check_all_reduce<float>(part);
+    comm.barrier().wait();  // the whole goes on beside its parts
+    check_in_flight<float>(part);
+  }
+  auto same = comm.split(0, 0);
+  require(same.size() == comm.size() && same.rank() == me, "equal keys go by rank");
+  require_usage_error([&] { return comm.split(-1, 0); }, {"split", "color", "-1"});
+  same.barrier().wait();
+}
+
 /// What needs no second element type; all ranks call it.
 template <class Comm>
 void check_once(Comm& comm) {
@@ -549,6 +572,7 @@ void check_once(Comm& comm) {
   check_arithmetic_type(comm);
   check_nan(comm);
   check_unaligned(comm);
+  if constexpr (requires { comm.split(0, 0); }) check_split(comm);
 }
 
 /// Everything for one element type, on one rank; all ranks call it.

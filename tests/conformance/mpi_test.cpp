@@ -72,20 +72,6 @@ TEST_CASE("MPI: a borrowed communicator, its copies, and an owner's", "[comm]") 
   CHECK_THROWS_AS(ref.barrier().wait(), zero::UsageError);
 }
 
-TEST_CASE("MPI: split", "[comm]") {
-  MpiCommunicator comm(MPI_COMM_WORLD, options());
-  const int me = comm.rank();
-  {
-    MpiCommunicator part = comm.split(me % 2, -me);  // in reverse
-    const int members = (comm.size() + 1 - me % 2) / 2;
-    CHECK(part.size() == members);
-    CHECK(part.rank() == members - 1 - me / 2);
-    CHECK_NOTHROW(zero_test::check_once(part));
-  }
-  CHECK_NOTHROW(comm.barrier().wait());
-  CHECK_THROWS_AS((void)comm.split(-1, 0), zero::UsageError);
-}
-
 TEST_CASE("MPI: its own reductions", "[comm]") {
   zero::MpiOptions native = options();
   native.reduction = zero::MpiReduction::native;

@@ -13,8 +13,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "zero/communicator.hpp"
@@ -153,6 +156,43 @@ inline bool agree(const MpiHeader& mine, const MpiHeader& theirs) noexcept {
     case InProcessKind::all_to_all_v: return true;  // whose pairs are compared by their bytes
     default: return theirs.input_count == mine.input_count;
   }
+}
+
+/// Why a round can't go on.
+struct MpiTrouble {
+  int peer = -1;  ///< whose message differs; -1 where MPI reported an error
+  std::optional<MpiHeader> theirs{};
+  std::size_t expected_bytes = 0;  ///< of that peer in this round
+  std::string text{};              ///< of MPI's error
+};
+
+/// @param mine the header of `rank`'s own messages in that round
+inline std::string mismatch_text(std::size_t rank, const MpiOperation& operation,
+                                 const MpiHeader& mine, const MpiTrouble& trouble) {
+  const std::string me = std::to_string(rank), peer = std::to_string(trouble.peer);
+  const MpiHeader& theirs = *trouble.theirs;
+  if (theirs.magic != MpiHeader::magic_number) {
+    return "rank " + me + " got a message from rank " + peer +
+           " that is not zero's; give each MPI communicator one user only, and all its ranks the "
+           "same MpiOptions";
+  }
+  std::string text = "ranks " + me + " and " + peer + " disagree: rank " + me + " called " +
+                     describe(operation) + ", sequence " + std::to_string(mine.sequence) +
+                     ", rank " + peer + " called " + describe(operation_of(theirs)) +
+                     ", sequence " + std::to_string(theirs.sequence);
+  if (theirs.pair_bytes != trouble.expected_bytes) {
+    text += "; rank " + peer + " sends " + std::to_string(theirs.pair_bytes) + " bytes to rank " +
+            me + ", which expects " + std::to_string(trouble.expected_bytes);
+  } else if (theirs.counts_hash != mine.counts_hash) {
+    text += "; their counts differ";
+  } else if (theirs.chunk_bytes != mine.chunk_bytes) {
+    text += "; their MpiOptions::chunk_bytes differ";
+  } else if (theirs.native != mine.native) {
+    text += "; their MpiOptions::reduction differ";
+  }
+  return text +
+         "; every rank must start the same operations in the same order, with element types "
+         "and sizes that agree";
 }
 
 /// One rank's share of one round with one peer.

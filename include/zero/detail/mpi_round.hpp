@@ -20,48 +20,11 @@
 
 namespace zero::detail {
 
-/// Why a round can't go on.
-struct MpiTrouble {
-  int peer = -1;  ///< whose message differs; -1 where MPI reported an error
-  std::optional<MpiHeader> theirs{};
-  std::size_t expected_bytes = 0;  ///< of that peer in this round
-  std::string text{};              ///< of MPI's error
-};
-
 inline std::string mpi_error(const char* call, int code) {
   char text[MPI_MAX_ERROR_STRING] = "";
   int length = 0;
   MPI_Error_string(code, text, &length);
   return std::string(call) + ": " + std::string(text, static_cast<std::size_t>(length));
-}
-
-/// @param mine the header of `rank`'s own messages in that round
-inline std::string mismatch_text(std::size_t rank, const MpiOperation& operation,
-                                 const MpiHeader& mine, const MpiTrouble& trouble) {
-  const std::string me = std::to_string(rank), peer = std::to_string(trouble.peer);
-  const MpiHeader& theirs = *trouble.theirs;
-  if (theirs.magic != MpiHeader::magic_number) {
-    return "rank " + me + " got a message from rank " + peer +
-           " that is not zero's; give each MPI communicator one user only, and all its ranks the "
-           "same MpiOptions";
-  }
-  std::string text = "ranks " + me + " and " + peer + " disagree: rank " + me + " called " +
-                     describe(operation) + ", sequence " + std::to_string(mine.sequence) +
-                     ", rank " + peer + " called " + describe(operation_of(theirs)) +
-                     ", sequence " + std::to_string(theirs.sequence);
-  if (theirs.pair_bytes != trouble.expected_bytes) {
-    text += "; rank " + peer + " sends " + std::to_string(theirs.pair_bytes) + " bytes to rank " +
-            me + ", which expects " + std::to_string(trouble.expected_bytes);
-  } else if (theirs.counts_hash != mine.counts_hash) {
-    text += "; their counts differ";
-  } else if (theirs.chunk_bytes != mine.chunk_bytes) {
-    text += "; their MpiOptions::chunk_bytes differ";
-  } else if (theirs.native != mine.native) {
-    text += "; their MpiOptions::reduction differ";
-  }
-  return text +
-         "; every rank must start the same operations in the same order, with element types "
-         "and sizes that agree";
 }
 
 class MpiRound {

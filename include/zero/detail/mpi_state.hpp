@@ -281,7 +281,7 @@ class MpiState {
     notice.failure = orderly ? CommunicatorFailure::rank_left : failure_;
     notice.orderly = orderly;
     notice.origin_rank = origin_;
-    notice.operations = next_;
+    notice.operations = orderly ? next_ : 0;  // which is the owning thread's alone
     const std::size_t length = std::min(cause_.size(), notice.text.size() - 1);
     std::copy_n(cause_.data(), length, notice.text.data());
     MpiStaging& staging = round_.staging();
@@ -373,7 +373,7 @@ class MpiState {
 
   std::vector<std::uint64_t> left_;  // by rank: how many operations it took part in, plus one
   bool any_left_ = false;
-  bool heard_ = false;  // a peer has told of its failure
+  std::atomic<bool> heard_{false};  // a peer has told of its failure
 
   std::mutex mutex_;  // of what follows, which `abort` may change from any thread
   std::atomic<bool> poisoned_{false};
