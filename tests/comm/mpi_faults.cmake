@@ -2,7 +2,7 @@
 # processes, of which those that live must say so.
 cmake_minimum_required(VERSION 3.21)
 set(errors "")
-foreach(fault kill kill_large stop stop_large throw operation size counts abort abort_multiple drop absent finalized)
+foreach(fault kill kill_large stop stop_large throw operation size counts abort abort_multiple drop absent unmade finalized)
   execute_process(
     COMMAND ${MPIEXEC} --enable-recovery ${NUMPROC_FLAG} 3 ${PROGRAM} ${fault}
     TIMEOUT 20 OUTPUT_VARIABLE output ERROR_VARIABLE output)

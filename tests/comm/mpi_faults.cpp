@@ -212,18 +212,26 @@ int after_finalize() {
   return 0;
 }
 
-}  // namespace
+/// One rank never makes the communicator.
+std::string unmade(int rank) {
+  if (rank == culprit) {
+    std::this_thread::sleep_for(timeout + at_once);
+    return "ok";
+  }
+  const Clock::time_point begin = Clock::now();
+  try {
+    const MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = timeout});
+  } catch (const zero::CommunicatorError& error) {
+    if (error.failure() != CommunicatorFailure::timeout) return error.what();
+    return Clock::now() - begin < timeout + at_once ? "ok" : "too late";
+  }
+  return "a communicator without one of its ranks";
+}
 
-int main(int argc, char** argv) {
-  const std::string fault = argc == 2 ? argv[1] : "";
-  int level = 0;
-  MPI_Init_thread(&argc, &argv,
-                  fault == "abort_multiple" ? MPI_THREAD_MULTIPLE : MPI_THREAD_FUNNELED, &level);
-  if (fault == "finalized") return after_finalize();
-  int rank = 0;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+/// Does what `fault` says, and makes sure that the communicator ends at once.
+std::string verdict_of(const std::string& fault, int rank) {
   std::string verdict = "ok";
-  Clock::time_point end;
+  Clock::time_point end = Clock::now();
   try {
     MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = timeout, .teardown = timeout});
     try {
@@ -235,9 +243,23 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     verdict = error.what();
   }
-  if (Clock::now() - end > timeout + at_once) verdict = "the destructor hung";
+  return Clock::now() - end > timeout + at_once ? "the destructor hung" : verdict;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string fault = argc == 2 ? argv[1] : "";
+  int level = 0;
+  MPI_Init_thread(&argc, &argv,
+                  fault == "abort_multiple" ? MPI_THREAD_MULTIPLE : MPI_THREAD_FUNNELED, &level);
+  if (fault == "finalized") return after_finalize();
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  std::string verdict = fault == "unmade" ? unmade(rank) : verdict_of(fault, rank);
   // Where all live they can go on, and end as if nothing had been.
-  const bool all_live = fault != "absent" && fault.find("kill") == std::string::npos &&
+  const bool all_live = fault != "absent" && fault != "unmade" &&
+                        fault.find("kill") == std::string::npos &&
                         fault.find("stop") == std::string::npos;
   if (all_live && verdict == "ok") {
     try {
