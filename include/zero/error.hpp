@@ -31,6 +31,7 @@ enum class CommunicatorFailure : std::uint8_t {
   aborted,    ///< some rank called `abort`
   rank_left,  ///< a rank gave its communicator up while others still needed it
   injected,   ///< a test asked for this failure
+  transport,  ///< what carries the messages (MPI, the network) reported an error
 };
 
 [[nodiscard]] constexpr std::string_view to_string(CommunicatorFailure failure) noexcept {
@@ -40,6 +41,7 @@ enum class CommunicatorFailure : std::uint8_t {
     case CommunicatorFailure::aborted: return "aborted";
     case CommunicatorFailure::rank_left: return "rank left";
     case CommunicatorFailure::injected: return "injected failure";
+    case CommunicatorFailure::transport: return "transport error";
   }
   return "unknown";
 }

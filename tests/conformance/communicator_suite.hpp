@@ -2,9 +2,10 @@
 /// @file
 /// What every model of `zero::Communicator` must do, as functions that all ranks run together.
 ///
-/// Nothing here uses Catch, whose macros belong to one thread: a rank that finds something wrong
-/// throws. The oracle is serial: every rank can compute what every rank's input was. A model's test
-/// calls `check_communicator<T>(comm)` on every rank of worlds of 1, 2, 3 and 4.
+/// Nothing here uses Catch, whose macros belong to one thread, nor knows whether ranks are threads
+/// or processes: a rank that finds something wrong throws. The oracle is serial: every rank can
+/// compute what every rank's input was. A model's test calls `check_communicator<T>(comm)` on every
+/// rank of worlds of 1, 2, 3 and 4, and `check_once(comm)`.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +13,38 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "zero/communicator.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
+
+namespace zero_test {
+
+/// An element type whose sums are computed in another type, as 16-bit types' are.
+struct Half {
+  float bits = 0;  // a store truncates to a multiple of 1/4
+};
+
+}  // namespace zero_test
+
+template <>
+struct zero::element_traits<zero_test::Half> {
+  static constexpr ElementType type = ElementType::float32;
+  static constexpr std::string_view name = "half";
+  using arithmetic = double;
+  static double load(zero_test::Half x) { return static_cast<double>(x.bits); }
+  static zero_test::Half store(double x) {
+    return {static_cast<float>(static_cast<double>(static_cast<long long>(x * 4)) / 4)};
+  }
+};
 
 namespace zero_test {
 
@@ -464,7 +487,95 @@ void check_meetings(Comm& comm) {
   }
 }
 
-/// Everything, on one rank; all ranks call it.
+template <class Comm>
+void check_many_in_flight(Comm& comm) {
+  const double sum = static_cast<double>(comm.size() * (comm.size() + 1)) / 2;
+  for (int round = 0; round < 3; ++round) {
+    constexpr std::size_t many = 200;
+    std::vector<double> data(many, comm.rank() + 1.0);
+    std::vector<decltype(comm.all_reduce(std::span<double>(), zero::ReduceOp::sum))> requests;
+    for (double& x : data) {
+      requests.push_back(comm.all_reduce(std::span<double>(&x, 1), zero::ReduceOp::sum));
+    }
+    for (std::size_t i = many; i-- > 0;) requests[i].wait();
+    for (const double x : data) require(x == sum, "one of 200 sums in flight");
+  }
+}
+
+/// 0.2 truncates to 0: adding in the stored type would lose it.
+template <class Comm>
+void check_arithmetic_type(Comm& comm) {
+  std::vector<Half> data(3000, Half{comm.rank() == 0 ? 0.25F : 0.2F});
+  const float expected =
+      Half(zero::element_traits<Half>::store(0.25 + 0.2F * static_cast<double>(comm.size() - 1)))
+          .bits;
+  comm.all_reduce(std::span<Half>(data), zero::ReduceOp::sum).wait();
+  for (const Half x : data) require(x.bits == expected, "a sum in the arithmetic type");
+}
+
+/// Minimum and maximum keep a NaN, wherever it is.
+template <class Comm>
+void check_nan(Comm& comm) {
+  for (const zero::ReduceOp op : {zero::ReduceOp::min, zero::ReduceOp::max}) {
+    for (int from = 0; from < comm.size(); ++from) {
+      std::vector<float> data{comm.rank() == from ? std::numeric_limits<float>::quiet_NaN()
+                                                  : static_cast<float>(comm.rank())};
+      comm.all_reduce(std::span<float>(data), op).wait();
+      require(data[0] != data[0], "a NaN was lost");
+    }
+  }
+}
+
+/// Every vector tail, unaligned.
+template <class Comm>
+void check_unaligned(Comm& comm) {
+  const std::size_t k = world_size(comm), me = own_rank(comm);
+  for (std::size_t n = 1; n < 140; ++n) {
+    std::vector<float> data = data_of<float>(me, n + 3, n);
+    std::vector<float> expected = reduced<float>(k, n + 3, n, zero::ReduceOp::sum);
+    const std::size_t skip = n % 4;
+    comm.all_reduce(std::span<float>(data).subspan(skip, n), zero::ReduceOp::sum).wait();
+    for (std::size_t i = 0; i < n + 3; ++i) {
+      if (i < skip || i >= skip + n) expected[i] = value<float>(me, i, n);
+    }
+    require_same_bits(data, expected, "unaligned sum");
+  }
+}
+
+/// Even and odd ranks apart, each in reverse.
+template <class Comm>
+void check_split(Comm& comm) {
+  const int me = comm.rank();
+  {
+    auto part = comm.split(me % 2, -me);
+    const int members = (comm.size() + 1 - me % 2) / 2;
+    require(part.size() == members, "the size of a part");
+    require(part.rank() == members - 1 - me / 2, "the rank in a part");
+    std::vector<int> ranks(world_size(part));
+    part.exchange(std::as_bytes(std::span(&me, 1)), std::as_writable_bytes(std::span(ranks)))
+        .wait();
+    for (const int rank : ranks) require(rank % 2 == me % 2, "who is in a part");
+    check_all_reduce<float>(part);
+    comm.barrier().wait();  // the whole goes on beside its parts
+    check_in_flight<float>(part);
+  }
+  auto same = comm.split(0, 0);
+  require(same.size() == comm.size() && same.rank() == me, "equal keys go by rank");
+  require_usage_error([&] { return comm.split(-1, 0); }, {"split", "color", "-1"});
+  same.barrier().wait();
+}
+
+/// What needs no second element type; all ranks call it.
+template <class Comm>
+void check_once(Comm& comm) {
+  check_many_in_flight(comm);
+  check_arithmetic_type(comm);
+  check_nan(comm);
+  check_unaligned(comm);
+  if constexpr (requires { comm.split(0, 0); }) check_split(comm);
+}
+
+/// Everything for one element type, on one rank; all ranks call it.
 template <class T, class Comm>
 void check_communicator(Comm& comm) {
   static_assert(zero::Communicator<Comm, T>);

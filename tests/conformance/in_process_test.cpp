@@ -1,14 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conformance suite over the in-process communicator, as it is and with shaken timing.
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
-#include <limits>
 #include <span>
-#include <stdexcept>
-#include <utility>
 #include <vector>
 
 #include "catch.hpp"
@@ -28,23 +22,7 @@ static_assert(zero::Communicator<Shaken, float> && zero::Communicator<Shaken, do
 static_assert(zero::SharedMemoryCommunicator<Shaken>);
 static_assert(zero::Communicator<Hidden, float> && !zero::SharedMemoryCommunicator<Hidden>);
 
-// An element type whose sums are computed in another type, as 16-bit types' are.
-struct Half {
-  float bits = 0;  // a store truncates to a multiple of 1/4
-};
-
 }  // namespace
-
-template <>
-struct zero::element_traits<Half> {
-  static constexpr ElementType type = ElementType::float32;
-  static constexpr std::string_view name = "half";
-  using arithmetic = double;
-  static double load(Half x) { return static_cast<double>(x.bits); }
-  static Half store(double x) {
-    return {static_cast<float>(static_cast<double>(static_cast<long long>(x * 4)) / 4)};
-  }
-};
 
 TEST_CASE("in-process: conformance", "[comm]") {
   for (int size = 1; size <= 4; ++size) {
@@ -54,6 +32,7 @@ TEST_CASE("in-process: conformance", "[comm]") {
       zero_test::check_communicator<double>(comm);
       zero_test::check_communicator<zero::bfloat16>(comm);
       zero_test::check_communicator<zero::float16>(comm);
+      zero_test::check_once(comm);
     }));
   }
 }
@@ -74,57 +53,6 @@ TEST_CASE("in-process: conformance with random delays", "[comm]") {
       zero_test::check_communicator<double>(hidden);
     }));
   }
-}
-
-TEST_CASE("in-process: more operations in flight than there were slots", "[comm]") {
-  CHECK_NOTHROW(zero::run_ranks(3, [](InProcessCommunicator& comm) {
-    for (int round = 0; round < 3; ++round) {
-      constexpr std::size_t many = 200;
-      std::vector<double> data(many, comm.rank() + 1.0);
-      std::vector<zero::InProcessRequest> requests;
-      for (double& x : data) requests.push_back(comm.all_reduce(std::span<double>(&x, 1)));
-      for (std::size_t i = many; i-- > 0;) requests[i].wait();
-      for (const double x : data) zero_test::require(x == 6, "a sum of 200");
-    }
-  }));
-}
-
-TEST_CASE("in-process: sums in the arithmetic type, rounds once", "[comm]") {
-  CHECK_NOTHROW(zero::run_ranks(3, [](InProcessCommunicator& comm) {
-    // 0.2 truncates to 0: adding in the stored type would lose it.
-    std::vector<Half> data(3000, Half{comm.rank() == 0 ? 0.25F : 0.2F});
-    comm.all_reduce(std::span<Half>(data)).wait();
-    for (const Half x : data) zero_test::require(x.bits == 0.5F, "0.25 + 0.2 + 0.2");
-  }));
-}
-
-TEST_CASE("in-process: min and max keep a NaN, wherever it is", "[comm]") {
-  CHECK_NOTHROW(zero::run_ranks(3, [](InProcessCommunicator& comm) {
-    for (const zero::ReduceOp op : {zero::ReduceOp::min, zero::ReduceOp::max}) {
-      for (int from = 0; from < 3; ++from) {
-        std::vector<float> data{comm.rank() == from ? std::numeric_limits<float>::quiet_NaN()
-                                                    : static_cast<float>(comm.rank())};
-        comm.all_reduce(std::span<float>(data), op).wait();
-        zero_test::require(data[0] != data[0], "a NaN was lost");
-      }
-    }
-  }));
-}
-
-TEST_CASE("in-process: large sums, every vector tail, unaligned", "[comm]") {
-  CHECK_NOTHROW(zero::run_ranks(2, [](InProcessCommunicator& comm) {
-    const std::size_t me = zero_test::own_rank(comm);
-    for (std::size_t n = 1; n < 140; ++n) {
-      std::vector<float> data = zero_test::data_of<float>(me, n + 3, n);
-      std::vector<float> expected = zero_test::reduced<float>(2, n + 3, n, zero::ReduceOp::sum);
-      const std::size_t skip = n % 4;
-      comm.all_reduce(std::span<float>(data).subspan(skip, n)).wait();
-      for (std::size_t i = 0; i < n + 3; ++i) {
-        if (i < skip || i >= skip + n) expected[i] = zero_test::value<float>(me, i, n);
-      }
-      zero_test::require_same_bits(data, expected, "unaligned sum");
-    }
-  }));
 }
 
 TEST_CASE("in-process: worlds side by side, and one rank's several handles", "[comm]") {

@@ -54,6 +54,12 @@ elseif(WAY STREQUAL "range_v3")
   build_and_run_consumer()
   must_run(${WORK_DIR}/build/views_consumer)
 
+elseif(WAY STREQUAL "mpi")
+  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
+  must_run(${configure} -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D ZERO_COMPONENTS=mpi)
+  build_and_run_consumer()
+  must_run(${WORK_DIR}/build/mpi_consumer)
+
 elseif(WAY STREQUAL "range_v3_missing")
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
   list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix

@@ -5,6 +5,10 @@ if(TARGET zero::range_v3)
   list(APPEND ways range_v3)
   list(APPEND installing_ways range_v3)
 endif()
+if(TARGET zero::mpi)
+  list(APPEND ways mpi)
+  list(APPEND installing_ways mpi)
+endif()
 foreach(way IN LISTS ways)
   add_test(NAME consumer.${way}
     COMMAND ${CMAKE_COMMAND} -D WAY=${way} -D ZERO_SOURCE_DIR=${PROJECT_SOURCE_DIR}

@@ -8,6 +8,7 @@
 /// Sums add in rank order, always, so every result has the same bits in every run.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -333,6 +334,11 @@ class InProcessCommunicator {
     endpoint_->state->abort(endpoint_->rank, reason);
   }
 
+  /// This rank's part of a smaller world: of those that give the same `color`, in the order of
+  /// `key`, then of rank. All ranks call it. Throws `UsageError` where `color` is negative, and
+  /// `CommunicatorError`. A failure of the part is not one of the whole, nor the reverse.
+  [[nodiscard]] InProcessCommunicator split(int color, int key);
+
   /// There is nothing to launch together.
   struct Batch {
     Batch() noexcept {}
@@ -360,6 +366,40 @@ class InProcessCommunicator {
 
   std::shared_ptr<detail::InProcessEndpoint> endpoint_;
 };
+
+inline InProcessCommunicator InProcessCommunicator::split(int color, int key) {
+  if (color < 0) {
+    Call(*this, "split").reject("color is " + std::to_string(color) + "; it must not be negative");
+  }
+  struct Wish {
+    int color, key;
+  };
+  const Wish mine{color, key};
+  std::vector<Wish> all(world_size());
+  exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))).wait();
+  std::vector<std::size_t> members;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].color == color) members.push_back(r);
+  }
+  std::stable_sort(members.begin(), members.end(),
+                   [&](std::size_t a, std::size_t b) { return all[a].key < all[b].key; });
+
+  // The first member makes the world, and the others take it from the first one's memory.
+  std::shared_ptr<detail::InProcessState> world;
+  if (members[0] == own()) {
+    world = std::make_shared<detail::InProcessState>(members.size(), endpoint_->state->timeout(),
+                                                     endpoint_->state->spin());
+  }
+  InProcessMeeting meeting = meet("split", &world);
+  const void* const first = meeting.peers()[members[0]];
+  if (members[0] != own()) {
+    world = *static_cast<const std::shared_ptr<detail::InProcessState>*>(first);
+  }
+  meeting.wait();
+  const auto place = std::find(members.begin(), members.end(), own()) - members.begin();
+  return InProcessCommunicator(std::make_shared<detail::InProcessEndpoint>(
+      std::move(world), static_cast<std::size_t>(place)));
+}
 
 /// `size` ranks in this process. Copies are the same world, which lives as long as its ranks do.
 class InProcessWorld {

@@ -132,6 +132,27 @@ void copy_elements(const T* from, std::size_t count, T* to) noexcept {
   std::memcpy(to, from, count * sizeof(T));
 }
 
+/// `out[i]` becomes the reduction of element `i` of every source. `out` is disjoint from those, or
+/// is exactly one of them.
+template <Element T>
+void reduce_sources(std::span<const T* const> sources, std::size_t count, T* out,
+                    ReduceOp op) noexcept {
+  if (op == ReduceOp::sum) {
+    if (sources.size() == 1) return copy_elements(sources[0], count, out);
+    return sum_in_rank_order<T>(sources, count, out);
+  }
+  // A NaN wins, or it would depend on the order whether anybody learns of it.
+  using Traits = element_traits<T>;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto best = Traits::load(sources[0][i]);
+    for (std::size_t r = 1; r < sources.size(); ++r) {
+      const auto x = Traits::load(sources[r][i]);
+      if ((op == ReduceOp::min ? x < best : best < x) || x != x) best = x;
+    }
+    out[i] = Traits::store(best);
+  }
+}
+
 /// `out[i]` becomes the reduction of element `begin + i` of every rank's input. `out` is disjoint
 /// from those, or is exactly the own one.
 template <Element T>
@@ -142,21 +163,7 @@ void reduce_slice(InProcessRanks ranks, std::size_t begin, std::size_t count, T*
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     std::construct_at(sources + r, input_of<T>(ranks[r]) + begin);
   }
-  const std::span<const T* const> all(sources, ranks.size());
-  if (op == ReduceOp::sum) {
-    if (all.size() == 1) return copy_elements(all[0], count, out);
-    return sum_in_rank_order<T>(all, count, out);
-  }
-  // A NaN wins, or it would depend on the order whether anybody learns of it.
-  using Traits = element_traits<T>;
-  for (std::size_t i = 0; i < count; ++i) {
-    auto best = Traits::load(all[0][i]);
-    for (std::size_t r = 1; r < all.size(); ++r) {
-      const auto x = Traits::load(all[r][i]);
-      if ((op == ReduceOp::min ? x < best : best < x) || x != x) best = x;
-    }
-    out[i] = Traits::store(best);
-  }
+  reduce_sources<T>(std::span<const T* const>(sources, ranks.size()), count, out, op);
 }
 
 /// Slices of whole cache lines, so that no two ranks write to one.

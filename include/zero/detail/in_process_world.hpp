@@ -86,6 +86,7 @@ class InProcessState {
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] nanoseconds timeout() const noexcept { return timeout_; }
+  [[nodiscard]] nanoseconds spin() const noexcept { return spin_; }
 
   /// Makes the caller `rank`. Throws `UsageError` while somebody else is.
   void take(std::size_t rank) {

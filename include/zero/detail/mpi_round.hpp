@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// One rank's part of one round of messages: cuts shares into messages, moves them through the
+/// slots, and reduces or stores what arrives. Never blocks.
+#pragma once
+
+#include <mpi.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zero/detail/mpi_operation.hpp"
+#include "zero/detail/mpi_staging.hpp"
+
+namespace zero::detail {
+
+inline std::string mpi_error(const char* call, int code) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return std::string(call) + ": " + std::string(text, static_cast<std::size_t>(length));
+}
+
+class MpiRound {
+ public:
+  static constexpr int tag = 24301;
+
+  MpiRound(MPI_Comm comm, std::size_t rank, std::size_t size, std::size_t chunk_bytes)
+      : comm_(comm),
+        rank_(rank),
+        size_(size),
+        chunk_bytes_(chunk_bytes),
+        staging_(size - 1, chunk_bytes),
+        peers_(size - 1),
+        arrived_(staging_.count()),
+        indices_(staging_.count()),
+        statuses_(staging_.count()),
+        sources_(size),
+        typed_sources_(size),
+        native_counts_(size) {
+    // Everybody begins behind itself, so that not all send to one rank at a time.
+    for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i].rank = (rank + 1 + i) % size;
+  }
+
+  [[nodiscard]] MpiStaging& staging() noexcept { return staging_; }
+
+  void begin(const MpiOperation& operation, std::uint64_t sequence, unsigned round) noexcept {
+    op_ = &operation;
+    const std::size_t element = operation.element_bytes;
+    piece_ = element == 0 ? chunk_bytes_ : chunk_bytes_ / element * element;
+    const MpiPlan plan(operation, rank_, size_, piece_);
+    header_ = header_of(operation, sequence, round, chunk_bytes_);
+    last_ = round + 1 == plan.rounds();
+    if (round == 0) plan.copy_own();
+    reduces_ = plan.reduces(round);
+    reduced_ = reductions_ = 0;
+    if (reduces_) {
+      reduction_ = plan.reduction();
+      reductions_ = messages(reduction_.count * element);
+    }
+    unfinished_ = reductions_;
+    for (Peer& peer : peers_) {
+      peer.share = plan.share(round, peer.rank);
+      peer.sends = messages(peer.share.send_bytes);
+      peer.receives = messages(peer.share.receive_bytes);
+      peer.sent = peer.received = peer.consumed = 0;
+      unfinished_ += peer.sends + peer.receives;
+    }
+    native_ = last_ && size_ > 1 && operation.native != MpiNativeSum::none;
+    native_at_ = 0;
+    native_end_ = 0;
+    if (native_) begin_native();
+  }
+
+  /// The operation that was begun lies elsewhere now.
+  void moved(const MpiOperation& operation) noexcept { op_ = &operation; }
+
+  [[nodiscard]] bool is_last() const noexcept { return last_; }
+  [[nodiscard]] bool over() const noexcept { return unfinished_ == 0 && !native_; }
+
+  /// Does what can be done without waiting; whether that was anything.
+  bool advance() {
+    bool moved = false;
+    if (unfinished_ != 0) {
+      moved = post();
+      if (!test(moved)) return false;
+      if (reduces_ && reduce()) moved = true;
+      if (moved && !post_again()) return false;
+    }
+    if (unfinished_ == 0 && native_) moved = advance_native() || moved;
+    return moved;
+  }
+
+  [[nodiscard]] const std::optional<MpiTrouble>& trouble() const noexcept { return trouble_; }
+  [[nodiscard]] const MpiHeader& header() const noexcept { return header_; }
+
+  /// The ranks from which messages are missing, "1, 3", or else those that take none.
+  [[nodiscard]] std::string missing() const {
+    std::vector<std::size_t> ranks;
+    for (const Peer& peer : peers_) {
+      if (peer.consumed < peer.receives && arrived_[slot_of_next(peer)] == 0) {
+        ranks.push_back(peer.rank);
+      }
+    }
+    if (ranks.empty()) {
+      for (const Peer& peer : peers_) ranks.push_back(peer.rank);
+    }
+    std::sort(ranks.begin(), ranks.end());
+    std::string text;
+    for (const std::size_t rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    return text;
+  }
+
+ private:
+  struct Peer {
+    std::size_t rank = 0;
+    MpiShare share{};
+    std::size_t sends = 0, sent = 0;                       // messages
+    std::size_t receives = 0, received = 0, consumed = 0;  // `received`: asked for
+  };
+
+  [[nodiscard]] std::size_t messages(std::size_t bytes) const noexcept {
+    return bytes == 0 ? 1 : (bytes - 1) / piece_ + 1;
+  }
+  [[nodiscard]] std::size_t index_of(const Peer& peer) const noexcept {
+    return static_cast<std::size_t>(&peer - peers_.data());
+  }
+  [[nodiscard]] std::size_t slot_of_next(const Peer& peer) const noexcept {
+    return staging_.receive_slot(index_of(peer), peer.consumed);
+  }
+  [[nodiscard]] bool succeeded(const char* call, int code) {
+    if (code != MPI_SUCCESS && !trouble_) trouble_ = MpiTrouble{.text = mpi_error(call, code)};
+    return code == MPI_SUCCESS;
+  }
+
+  /// All that there are slots for.
+  bool post() {
+    bool moved = false;
+    for (Peer& peer : peers_) {
+      const int rank = static_cast<int>(peer.rank);
+      while (peer.received < peer.receives && peer.received - peer.consumed < MpiStaging::depth) {
+        const std::size_t slot = staging_.receive_slot(index_of(peer), peer.received);
+        if (!succeeded("MPI_Irecv",
+                       MPI_Irecv(staging_.slot(slot), static_cast<int>(staging_.slot_bytes()),
+                                 MPI_BYTE, rank, tag, comm_, &staging_.requests[slot]))) {
+          return moved;
+        }
+        ++peer.received;
+      }
+      while (peer.sent < peer.sends) {
+        const std::size_t slot = staging_.send_slot(index_of(peer), peer.sent);
+        if (staging_.requests[slot] != MPI_REQUEST_NULL) break;
+        header_.pair_bytes = peer.share.send_bytes;
+        header_.offset = peer.sent * piece_;
+        const std::size_t bytes = std::min(piece_, peer.share.send_bytes - header_.offset);
+        std::memcpy(staging_.slot(slot), &header_, sizeof header_);
+        if (bytes != 0) {
+          std::memcpy(staging_.payload(slot), peer.share.from + header_.offset, bytes);
+        }
+        if (!succeeded("MPI_Isend",
+                       MPI_Isend(staging_.slot(slot), static_cast<int>(sizeof header_ + bytes),
+                                 MPI_BYTE, rank, tag, comm_, &staging_.requests[slot]))) {
+          return moved;
+        }
+        ++peer.sent;
+        moved = true;
+      }
+    }
+    return moved;
+  }
+  bool post_again() {
+    post();
+    return !trouble_;
+  }
+
+  /// Looks for messages that have come or gone. False where something is wrong.
+  bool test(bool& moved) {
+    if (trouble_) return false;
+    if (staging_.count() == 0) return true;
+    int count = 0;
+    const int code = MPI_Testsome(static_cast<int>(staging_.count()), staging_.requests.data(),
+                                  &count, indices_.data(), statuses_.data());
+    if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS) return succeeded("MPI_Testsome", code);
+    if (count == MPI_UNDEFINED) return true;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+      if (code == MPI_ERR_IN_STATUS && !succeeded("MPI_Testsome", statuses_[i].MPI_ERROR)) {
+        return false;
+      }
+      moved = true;
+      const auto slot = static_cast<std::size_t>(indices_[i]);
+      if (staging_.sends(slot)) {
+        --unfinished_;
+      } else {
+        arrived_[slot] = 1;
+        int bytes = 0;
+        MPI_Get_count(&statuses_[i], MPI_BYTE, &bytes);
+        sizes_of_arrival(slot, static_cast<std::size_t>(bytes));
+      }
+    }
+    for (Peer& peer : peers_) {
+      if (!take(peer)) return false;
+    }
+    return true;
+  }
+
+  void sizes_of_arrival(std::size_t slot, std::size_t bytes) noexcept {
+    // A message of other origin or size is told by a header that can't be right.
+    MpiHeader header;
+    if (bytes >= sizeof header) std::memcpy(&header, staging_.slot(slot), sizeof header);
+    const std::size_t left = header.pair_bytes - header.offset;
+    if (bytes < sizeof header || header.offset > header.pair_bytes ||
+        bytes - sizeof header != std::min(left, piece_)) {
+      header.magic = 0;
+    }
+    std::memcpy(staging_.slot(slot), &header, sizeof header);
+  }
+
+  /// Checks and stores what has come from `peer`, in order. False where it is not what was
+  /// expected.
+  bool take(Peer& peer) {
+    for (std::size_t message = peer.consumed; message < peer.received; ++message) {
+      const std::size_t slot = staging_.receive_slot(index_of(peer), message);
+      if (arrived_[slot] == 2) continue;
+      if (arrived_[slot] == 0) break;
+      MpiHeader theirs;
+      std::memcpy(&theirs, staging_.slot(slot), sizeof theirs);
+      const std::size_t offset = message * piece_;
+      if (theirs.magic != MpiHeader::magic_number || !agree(header_, theirs) ||
+          theirs.pair_bytes != peer.share.receive_bytes || theirs.offset != offset) {
+        trouble_ = MpiTrouble{.peer = static_cast<int>(peer.rank),
+                              .theirs = theirs,
+                              .expected_bytes = peer.share.receive_bytes};
+        return false;
+      }
+      arrived_[slot] = 2;  // checked
+      if (reduces_) continue;
+      const std::size_t bytes = std::min(piece_, peer.share.receive_bytes - offset);
+      // Past the caches where all messages together are too much for them.
+      if (peer.share.receive_bytes >= streamed_bytes) {
+        streamed_copy(staging_.payload(slot), bytes, peer.share.into + offset);
+      } else {
+        copy_elements(staging_.payload(slot), bytes, peer.share.into + offset);
+      }
+      release(peer);
+    }
+    return true;
+  }
+
+  void release(Peer& peer) noexcept {
+    arrived_[slot_of_next(peer)] = 0;
+    ++peer.consumed;
+    --unfinished_;
+  }
+
+  /// Reduces each piece that has come from everybody.
+  bool reduce() noexcept {
+    bool moved = false;
+    for (; reduced_ < reductions_; ++reduced_, moved = true) {
+      const std::size_t offset = reduced_ * piece_;
+      sources_[rank_] = reduction_.own + offset;
+      for (const Peer& peer : peers_) {
+        const std::size_t slot = slot_of_next(peer);
+        if (arrived_[slot] != 2) return moved;
+        sources_[peer.rank] = staging_.payload(slot);
+      }
+      const std::size_t bytes = std::min(piece_, reduction_.count * op_->element_bytes - offset);
+      if (bytes != 0) {
+        op_->reducer(sources_, bytes / op_->element_bytes, reduction_.out + offset, op_->reduce,
+                     typed_sources_.data());
+      }
+      for (Peer& peer : peers_) release(peer);
+      --unfinished_;
+    }
+    return moved;
+  }
+
+  // MPI's own sums: pieces of the buffers, through the slots' memory, one at a time. -------------
+
+  void begin_native() noexcept {
+    const MpiPlan plan(*op_, rank_, size_, piece_);
+    if (op_->kind == InProcessKind::all_reduce) {
+      native_end_ = op_->input_count * op_->element_bytes;
+    } else {
+      for (std::size_t r = 0; r < size_; ++r) {
+        native_end_ = std::max(native_end_, plan.reduced_slice(r).bytes);
+      }
+    }
+    if (native_end_ == 0) native_ = false;
+  }
+
+  [[nodiscard]] std::size_t native_bytes(std::size_t whole) const noexcept {
+    return native_at_ >= whole ? 0 : std::min(piece_, whole - native_at_);
+  }
+
+  bool advance_native() {
+    const MpiPlan plan(*op_, rank_, size_, piece_);
+    const bool scatters = op_->kind != InProcessKind::all_reduce;
+    const auto* const input = static_cast<const std::byte*>(op_->input);
+    auto* const output = static_cast<std::byte*>(op_->output);
+    if (staging_.native == MPI_REQUEST_NULL) {
+      const MPI_Datatype type = op_->native == MpiNativeSum::float32 ? MPI_FLOAT : MPI_DOUBLE;
+      std::byte* to = staging_.sending();
+      if (!scatters) {
+        const std::size_t bytes = native_bytes(native_end_);
+        std::memcpy(to, input + native_at_, bytes);
+        return succeeded(
+            "MPI_Iallreduce",
+            MPI_Iallreduce(to, staging_.receiving(), static_cast<int>(bytes / op_->element_bytes),
+                           type, MPI_SUM, comm_, &staging_.native));
+      }
+      for (std::size_t r = 0; r < size_; ++r) {
+        const MpiPlan::Slice slice = plan.reduced_slice(r);
+        const std::size_t bytes = native_bytes(slice.bytes);
+        if (bytes != 0) std::memcpy(to, input + slice.begin + native_at_, bytes);
+        to += bytes;
+        native_counts_[r] = static_cast<int>(bytes / op_->element_bytes);
+      }
+      return succeeded(
+          "MPI_Ireduce_scatter",
+          MPI_Ireduce_scatter(staging_.sending(), staging_.receiving(), native_counts_.data(), type,
+                              MPI_SUM, comm_, &staging_.native));
+    }
+    int done = 0;
+    if (!succeeded("MPI_Test", MPI_Test(&staging_.native, &done, MPI_STATUS_IGNORE))) return false;
+    if (done == 0) return false;
+    const std::size_t whole = scatters ? plan.reduced_slice(rank_).bytes : native_end_;
+    if (const std::size_t bytes = native_bytes(whole); bytes != 0) {
+      std::memcpy(output + native_at_, staging_.receiving(), bytes);
+    }
+    native_at_ += piece_;
+    native_ = native_at_ < native_end_;
+    return true;
+  }
+
+  MPI_Comm comm_;
+  std::size_t rank_;
+  std::size_t size_;
+  std::size_t chunk_bytes_;
+  MpiStaging staging_;
+  std::vector<Peer> peers_;
+  std::vector<char> arrived_;  // by slot: 0 not, 1 arrived, 2 checked too
+  std::vector<int> indices_;
+  std::vector<MPI_Status> statuses_;
+  std::vector<const void*> sources_;
+  std::vector<const void*> typed_sources_;  // room in which a reducer keeps pointers of its type
+  std::vector<int> native_counts_;
+
+  const MpiOperation* op_ = nullptr;
+  MpiHeader header_{};
+  std::size_t piece_ = 0;
+  std::size_t unfinished_ = 0;  // messages and reductions
+  bool last_ = true;
+  bool reduces_ = false;
+  MpiPlan::Reduction reduction_{};
+  std::size_t reductions_ = 0, reduced_ = 0;
+  bool native_ = false;
+  std::size_t native_at_ = 0, native_end_ = 0;  // bytes of every slice
+  std::optional<MpiTrouble> trouble_{};
+};
+
+}  // namespace zero::detail

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// What one rank's handles and requests over MPI share: its operations in order, and its failure.
+///
+/// Operations go one after the other, in the order in which they were started; waiting for one
+/// moves all that came before. Failure poisons the communicator on this rank, and a notice tells
+/// the peers, which look for notices whenever they have nothing else to do.
+#pragma once
+
+#include <mpi.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "zero/comm/mpi_options.hpp"
+#include "zero/detail/mpi_environment.hpp"
+#include "zero/detail/mpi_operation.hpp"
+#include "zero/detail/mpi_round.hpp"
+#include "zero/error.hpp"
+
+namespace zero::detail {
+
+class MpiState {
+ public:
+  using nanoseconds = std::chrono::nanoseconds;
+  using Clock = std::chrono::steady_clock;
+
+  /// @param owned whether `comm` is freed in the end
+  MpiState(MPI_Comm comm, bool owned, const MpiOptions& options)
+      : comm_(comm),
+        owned_(owned),
+        options_(options),
+        rank_(rank_in(comm)),
+        size_(size_of(comm)),
+        round_(comm, rank_, size_, mpi_chunk_bytes(options, size_)),
+        operations_(initial_operations),
+        left_(size_, 0) {
+    // So that an error becomes an exception and not the end of the process.
+    MPI_Comm_get_errhandler(comm_, &former_errhandler_);
+    MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
+  }
+  MpiState(const MpiState&) = delete;
+  MpiState& operator=(const MpiState&) = delete;
+  ~MpiState() { close(); }
+
+  [[nodiscard]] std::size_t rank() const noexcept { return rank_; }
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] const MpiOptions& options() const noexcept { return options_; }
+  [[nodiscard]] MPI_Comm comm() const noexcept { return comm_; }
+
+  /// The operation's sequence number. Throws `UsageError`, or `CommunicatorError` where poisoned.
+  std::uint64_t start(const MpiOperation& operation) {
+    require_mpi(operation.name);
+    if (closed_) {
+      throw UsageError("rank " + std::to_string(rank_) + ": " + operation.name +
+                       ": this communicator's owner has been destroyed. Nothing was started.");
+    }
+    look();
+    if (poisoned_) fail(operation, next_);
+    if (next_ - completed_ == operations_.size()) grow();
+    operation_at(next_) = operation;
+    ++next_;
+    advance();  // what arrives while the caller computes is taken in passing
+    return next_ - 1;
+  }
+
+  void wait(std::uint64_t sequence, nanoseconds timeout) {
+    if (completed_ > sequence) return;
+    require_mpi("wait");
+    Clock::time_point since = Clock::now();  // nothing has arrived
+    while (completed_ <= sequence) {
+      if (poisoned_) fail(operation_at(sequence), sequence);
+      if (advance()) {
+        since = Clock::now();
+        continue;
+      }
+      if (poisoned_ || look()) continue;
+      const nanoseconds idle = Clock::now() - since;
+      if (idle >= timeout) {
+        poison_timeout(timeout);
+      } else if (idle < options_.spin) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+  }
+
+  /// As `wait`, but returns false rather than wait.
+  bool done(std::uint64_t sequence) {
+    if (completed_ > sequence) return true;
+    require_mpi("done");
+    while (completed_ <= sequence) {
+      if (!poisoned_ && advance()) continue;
+      if (!poisoned_) look();
+      if (poisoned_) fail(operation_at(sequence), sequence);
+      return false;
+    }
+    return true;
+  }
+
+  /// The end of a request that nobody has waited for.
+  void drop(std::uint64_t sequence, bool unwinding) noexcept {
+    if (completed_ > sequence) return;
+    poison(CommunicatorFailure::aborted, rank_, [&] {
+      return "rank " + std::to_string(rank_) + " dropped its unfinished request of " +
+             describe(operation_at(sequence)) + ", sequence " + std::to_string(sequence) +
+             (unwinding ? ", while an exception passed through it"
+                        : "; wait for every request before it is destroyed");
+    });
+    tell_peers();
+  }
+
+  /// From any thread. Where that thread may not call MPI, the peers are told by this rank's next
+  /// call.
+  void abort(std::string_view reason) noexcept {
+    poison(CommunicatorFailure::aborted, rank_, [&] {
+      return "rank " + std::to_string(rank_) + " called abort: " + std::string(reason);
+    });
+    if (any_thread_may_call_mpi()) tell_peers();
+  }
+
+  /// The end of this rank's use: tells the peers that it has left, waits for their ends (not longer
+  /// than `MpiOptions::teardown`) and frees what it owns. Neither throws nor hangs.
+  void close() noexcept {
+    if (closed_) return;
+    closed_ = true;
+    if (!may_call_mpi()) return;  // the staging memory is leaked where it is in use
+    if (completed_ != next_) {
+      poison(CommunicatorFailure::rank_left, rank_, [&] {
+        return "rank " + std::to_string(rank_) +
+               " destroyed its communicator with unfinished operations";
+      });
+    }
+    if (!poisoned_ && owned_ && part()) {
+      MPI_Errhandler_free(&former_errhandler_);
+      MPI_Comm_free(&comm_);
+      return;
+    }
+    if (poisoned_) tell_peers();
+    round_.staging().abandon();
+    if (!owned_) MPI_Comm_set_errhandler(comm_, former_errhandler_);
+    MPI_Errhandler_free(&former_errhandler_);
+    // A communicator that others may be using still is not freed, which would wait for them.
+  }
+
+ private:
+  static constexpr int notice_tag = MpiRound::tag + 1;
+  static constexpr std::size_t initial_operations = 16;  // a power of two
+
+  struct Notice {
+    std::uint32_t magic = MpiHeader::magic_number;
+    CommunicatorFailure failure = CommunicatorFailure::rank_left;
+    bool orderly = false;  ///< the sender has left after `operations`, all of them over
+    std::uint64_t operations = 0;
+    std::uint64_t origin_rank = 0;
+    std::array<char, MpiStaging::notice_bytes - 24> text{};
+  };
+  static_assert(sizeof(Notice) == MpiStaging::notice_bytes && std::is_trivially_copyable_v<Notice>);
+
+  // Operations ----------------------------------------------------------------------------------
+
+  [[nodiscard]] MpiOperation& operation_at(std::uint64_t sequence) noexcept {
+    return operations_[sequence & (operations_.size() - 1)];
+  }
+
+  void grow() {
+    std::vector<MpiOperation> more(2 * operations_.size());
+    for (std::uint64_t i = completed_; i != next_; ++i)
+      more[i & (more.size() - 1)] = operation_at(i);
+    operations_ = std::move(more);
+    if (active_) round_.moved(operation_at(completed_));
+  }
+
+  /// Moves the operation whose turn it is; whether anything has moved. Poisons.
+  bool advance() {
+    bool moved = false;
+    while (completed_ != next_ && !poisoned_) {
+      if (!active_) {
+        round_.begin(operation_at(completed_), completed_, phase_);
+        active_ = true;
+      }
+      const bool stepped = round_.advance();
+      if (round_.trouble()) {
+        poison_trouble(*round_.trouble());
+        return true;
+      }
+      moved = moved || stepped;
+      if (!round_.over()) return moved;
+      moved = true;
+      active_ = false;
+      if (round_.is_last()) {
+        phase_ = 0;
+        ++completed_;
+      } else {
+        ++phase_;
+      }
+    }
+    return moved;
+  }
+
+  // Failure -------------------------------------------------------------------------------------
+
+  /// The first cause stays.
+  template <class Text>
+  void poison(CommunicatorFailure failure, std::size_t rank, Text text) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (poisoned_) return;
+    failure_ = failure;
+    origin_ = rank;
+    try {
+      cause_ = text();
+    } catch (...) {
+      // Out of memory. The kind of failure and the rank are known all the same.
+    }
+    poisoned_ = true;
+  }
+
+  [[noreturn]] void fail(const MpiOperation& operation, std::uint64_t sequence) {
+    tell_peers();
+    const std::lock_guard lock(mutex_);
+    throw CommunicatorError(
+        failure_, static_cast<int>(rank_), operation.name, sequence,
+        "rank " + std::to_string(rank_) + ": " + describe(operation) + ", sequence " +
+            std::to_string(sequence) + ", failed (" + std::string(to_string(failure_)) +
+            "): " + (cause_.empty() ? "rank " + std::to_string(origin_) + " failed" : cause_) +
+            ". This communicator can't be used any more; where all ranks live, make a new one, "
+            "else leave the process without MPI_Finalize and start again.");
+  }
+
+  void poison_timeout(nanoseconds timeout) noexcept {
+    poison(CommunicatorFailure::timeout, rank_, [&] {
+      std::array<char, 32> seconds{};
+      std::snprintf(seconds.data(), seconds.size(), "%g",
+                    std::chrono::duration<double>(timeout).count());
+      return "rank " + std::to_string(rank_) + " waited " + seconds.data() + " s in " +
+             describe(operation_at(completed_)) + ", sequence " + std::to_string(completed_) +
+             ", while nothing came from ranks: " + round_.missing() +
+             "; check that they live, start the same operations and wait for them, or allow more "
+             "time (MpiOptions::timeout)";
+    });
+  }
+
+  void poison_trouble(const MpiTrouble& trouble) noexcept {
+    if (trouble.peer < 0) {
+      poison(CommunicatorFailure::transport, rank_, [&] {
+        return "rank " + std::to_string(rank_) + ": MPI reported an error: " + trouble.text;
+      });
+      return;
+    }
+    poison(CommunicatorFailure::mismatch, rank_, [&] {
+      return mismatch_text(rank_, operation_at(completed_), round_.header(), trouble);
+    });
+  }
+
+  // Notices -------------------------------------------------------------------------------------
+
+  /// Tells the peers, once, unless one of them has told this rank.
+  void tell_peers() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (told_ || !poisoned_ || !may_call_mpi()) return;
+    told_ = true;
+    if (!heard_) send_notice(false);
+  }
+
+  void send_notice(bool orderly) noexcept {
+    Notice notice;
+    notice.failure = orderly ? CommunicatorFailure::rank_left : failure_;
+    notice.orderly = orderly;
+    notice.origin_rank = origin_;
+    notice.operations = orderly ? next_ : 0;  // which is the owning thread's alone
+    const std::size_t length = std::min(cause_.size(), notice.text.size() - 1);
+    std::copy_n(cause_.data(), length, notice.text.data());
+    MpiStaging& staging = round_.staging();
+    std::memcpy(staging.notice(), &notice, sizeof notice);
+    for (std::size_t r = 0, i = 0; r < size_; ++r) {
+      if (r == rank_) continue;
+      MPI_Isend(staging.notice(), static_cast<int>(sizeof notice), MPI_BYTE, static_cast<int>(r),
+                notice_tag, comm_, &staging.notices[i++]);
+    }
+  }
+
+  /// Looks for notices; whether that has poisoned the communicator.
+  bool look() {
+    for (;;) {
+      int found = 0;
+      MPI_Status status;
+      if (MPI_Iprobe(MPI_ANY_SOURCE, notice_tag, comm_, &found, &status) != MPI_SUCCESS) break;
+      if (found == 0) break;
+      Notice notice;
+      notice.magic = 0;
+      const int code = MPI_Recv(&notice, static_cast<int>(sizeof notice), MPI_BYTE,
+                                status.MPI_SOURCE, notice_tag, comm_, MPI_STATUS_IGNORE);
+      if (code != MPI_SUCCESS || notice.magic != MpiHeader::magic_number) continue;
+      if (notice.orderly) {
+        left_[static_cast<std::size_t>(status.MPI_SOURCE)] = notice.operations + 1;
+        any_left_ = true;
+        continue;
+      }
+      heard_ = true;
+      notice.text.back() = '\0';
+      poison(notice.failure, notice.origin_rank, [&] { return std::string(notice.text.data()); });
+    }
+    if (any_left_ && completed_ != next_) check_left();
+    return poisoned_;
+  }
+
+  /// Whether a peer that has left is needed for the operation whose turn it is.
+  void check_left() noexcept {
+    for (std::size_t peer = 0; peer < size_; ++peer) {
+      if (left_[peer] == 0 || left_[peer] - 1 > completed_) continue;
+      poison(CommunicatorFailure::rank_left, peer, [&] {
+        return "rank " + std::to_string(peer) + " left (its communicator was destroyed) after " +
+               std::to_string(left_[peer] - 1) + " operations, while rank " +
+               std::to_string(rank_) + " needs it for sequence " + std::to_string(completed_) +
+               ", " + describe(operation_at(completed_)) +
+               "; keep a rank's communicator until its peers need it no more";
+      });
+    }
+  }
+
+  /// The orderly end: all ranks tell each other. Whether all have, in time.
+  bool part() noexcept {
+    send_notice(true);
+    left_[rank_] = next_ + 1;
+    const Clock::time_point end = Clock::now() + std::min(options_.teardown, options_.timeout);
+    const auto all_left = [&] { return std::find(left_.begin(), left_.end(), 0U) == left_.end(); };
+    MpiStaging& staging = round_.staging();
+    int sent = 0;
+    while (!look_quietly() && Clock::now() < end) {
+      MPI_Testall(static_cast<int>(staging.notices.size()), staging.notices.data(), &sent,
+                  MPI_STATUSES_IGNORE);
+      if (all_left() && sent != 0) return true;
+      std::this_thread::yield();
+    }
+    return false;
+  }
+  bool look_quietly() noexcept {
+    try {
+      return look();
+    } catch (...) {
+      return true;
+    }
+  }
+
+  MPI_Comm comm_;
+  const bool owned_;
+  const MpiOptions options_;
+  const std::size_t rank_;
+  const std::size_t size_;
+  MPI_Errhandler former_errhandler_ = MPI_ERRHANDLER_NULL;
+
+  MpiRound round_;
+  std::vector<MpiOperation> operations_;  // by sequence number modulo its size, a power of two
+  std::uint64_t next_ = 0;                // the sequence number of the next operation
+  std::uint64_t completed_ = 0;           // all before it are over
+  unsigned phase_ = 0;                    // rounds of that operation that are over
+  bool active_ = false;                   // its next round has begun
+  bool closed_ = false;
+
+  std::vector<std::uint64_t> left_;  // by rank: how many operations it took part in, plus one
+  bool any_left_ = false;
+  std::atomic<bool> heard_{false};  // a peer has told of its failure
+
+  std::mutex mutex_;  // of what follows, which `abort` may change from any thread
+  std::atomic<bool> poisoned_{false};
+  bool told_ = false;
+  CommunicatorFailure failure_ = CommunicatorFailure::aborted;
+  std::size_t origin_ = 0;
+  std::string cause_{};
+};
+
+}  // namespace zero::detail

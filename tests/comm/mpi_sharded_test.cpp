@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// ZeroSharded over processes ends on the same bits as over threads.
+#include <mpi.h>
+
+#include <chrono>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "catch.hpp"
+#include "ranks.hpp"
+#include "zero/bfloat16.hpp"
+#include "zero/comm/fault_injector.hpp"
+#include "zero/comm/in_process.hpp"
+#include "zero/comm/mpi.hpp"
+#include "zero/optim/adam.hpp"
+#include "zero/partition/balanced.hpp"
+#include "zero/zero_sharded.hpp"
+
+namespace {
+
+static_assert(zero::Communicator<zero::FaultInjector<zero::MpiCommunicatorRef>, float>);
+
+template <class T>
+ranks::Model<T> model() {
+  ranks::Model<T> tensors;
+  tensors.emplace_back("weight", std::vector<std::size_t>{7, 11});
+  tensors.emplace_back("empty", std::vector<std::size_t>{0});
+  tensors.emplace_back("bias", std::vector<std::size_t>{5});
+  tensors.emplace_back("matrix", std::vector<std::size_t>{33, 17});
+  ranks::draw_values(tensors);
+  return tensors;
+}
+
+/// What a rank's parameters are after some steps. Clipped, so that the norm takes part.
+template <class T, class Comm, class... Policies>
+std::string train(Comm& comm, Policies... policies) {
+  ranks::Model<T> tensors = model<T>();
+  zero::ZeroSharded optimizer{zero::Adam{.lr = 1e-2}, tensors, comm, policies...};
+  optimizer.clip_grad_norm(5.0);
+  for (int step = 0; step < 4; ++step) {
+    ranks::draw_gradients(tensors, comm.rank(), step);
+    optimizer.step();
+  }
+  return ranks::values_of(tensors);
+}
+
+template <class T>
+std::string expected(int size) {
+  std::string values;
+  zero::run_ranks(size, [&](zero::InProcessCommunicator& comm) {
+    const std::string mine = train<T>(comm, zero::NoView{256}, zero::Stage1{});
+    if (comm.rank() == 0) values = mine;
+  });
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("MPI: the bits of in-process ranks", "[comm]") {
+  zero::MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = std::chrono::seconds(20)});
+  const std::string f32 = expected<float>(comm.size());
+  CHECK(train<float>(comm, zero::NoView{256}, zero::Stage1{}) == f32);
+  CHECK(train<float>(comm, zero::ParamView{256}, zero::Replicated{}) == f32);
+  CHECK(train<float>(comm, zero::ParamView{256}, zero::Stage1{}, zero::BalancedPartition{}) == f32);
+  const std::string bf16 = expected<zero::bfloat16>(comm.size());
+  CHECK(train<zero::bfloat16>(comm, zero::ParamView{256}, zero::Stage1{}) == bf16);
+  CHECK(train<zero::bfloat16>(comm, zero::NoView{256}, zero::Replicated{}) == bf16);
+}

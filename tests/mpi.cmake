@@ -1,0 +1,32 @@
+# Tests that are several processes. As settings in the environment, so that an MPI other than Open MPI
+# starts them too: as root, more processes than processors, and no complaint about missing networks.
+set(zero_mpi_environment
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+  OMPI_MCA_btl_base_warn_component_unused=0)
+
+add_executable(mpi_test conformance/mpi_test.cpp comm/mpi_sharded_test.cpp)
+target_link_libraries(mpi_test PRIVATE zero::mpi zero_catch_main zero_warnings zero_exact_arithmetic)
+target_compile_options(mpi_test PRIVATE -O0)
+zero_label(mpi mpi_test)
+foreach(ranks RANGE 1 4)
+  add_test(NAME mpi_test_${ranks}
+    COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}
+            $<TARGET_FILE:mpi_test> ${MPIEXEC_POSTFLAGS})
+  # They all watch for messages: two at a time would share processors.
+  set_tests_properties(mpi_test_${ranks} PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
+    ENVIRONMENT "${zero_mpi_environment}")
+endforeach()
+
+# What happens when a process dies is mpiexec's doing, and its options are its own.
+execute_process(COMMAND ${MPIEXEC_EXECUTABLE} --version OUTPUT_VARIABLE zero_mpiexec ERROR_QUIET)
+if(zero_mpiexec MATCHES "Open MPI|OpenRTE")
+  add_executable(mpi_faults comm/mpi_faults.cpp)
+  target_link_libraries(mpi_faults PRIVATE zero::mpi zero_warnings)
+  target_compile_options(mpi_faults PRIVATE -O0)
+  zero_label(mpi mpi_faults)
+  add_test(NAME mpi_faults_test
+    COMMAND ${CMAKE_COMMAND} -D MPIEXEC=${MPIEXEC_EXECUTABLE} -D NUMPROC_FLAG=${MPIEXEC_NUMPROC_FLAG}
+            -D PROGRAM=$<TARGET_FILE:mpi_faults> -P ${CMAKE_CURRENT_LIST_DIR}/comm/mpi_faults.cmake)
+  set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 120  # sleeps, mostly
+    ENVIRONMENT "${zero_mpi_environment}")
+endif()
