@@ -248,7 +248,7 @@ TEST_CASE("in-process: ranks that differ", "[comm]") {
     return [&](Comm& comm) { comm.all_to_all_v(std::span(x), send, std::span(y), receive).wait(); };
   };
   // Rank 0 sends 8 to rank 1, which expects 4.
-  check_all(differ(to_all(f0, g0, a, a), to_all(f1, g1, b, a)), CommunicatorFailure::mismatch,
+  check_all(differ(to_all(f0, g0, a, a), to_all(f1, g1, a, a)), CommunicatorFailure::mismatch,
             "all_to_all_v", 1, {"rank 0 sends 8 to rank 1, which expects 4"});
 
   const auto meet = [](const char* name) {

@@ -414,6 +414,14 @@ void check_usage_errors(Comm& comm) {
   require_usage_error(
       [&] { return comm.all_to_all_v(whole, long_counts, std::span<T>(other), good); },
       {"all_to_all_v", "send_counts"});
+  // What a rank sends to itself it receives: nobody else could see the difference.
+  std::vector<std::size_t> less(good.begin(), good.end());
+  less[me] -= 1;
+  require_usage_error(
+      [&] {
+        return comm.all_to_all_v(whole, good, std::span<T>(other).first(other.size() - 1), less);
+      },
+      {"all_to_all_v", "receive_counts", rank.c_str()});
   require_usage_error([&] { return comm.broadcast(slice, -1); }, {"broadcast", "root", "-1"});
   require_usage_error([&] { return comm.broadcast(slice, comm.size()); },
                       {"broadcast", "root", rank.c_str()});

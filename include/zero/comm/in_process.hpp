@@ -291,6 +291,7 @@ class InProcessCommunicator {
     call.memory("output", output);
     call.counts("send_counts", send_counts, "input", input.size());
     call.counts("receive_counts", receive_counts, "output", output.size());
+    call.same_own(send_counts, receive_counts);
     call.disjoint("input", input, "output", std::span<const T>(output));
     return start(
         detail::all_to_all_operation<T>(input, send_counts.data(), output, receive_counts.data()));

@@ -200,6 +200,7 @@ class MpiCommunicatorRef {
     call.memory("output", output);
     call.counts("send_counts", send_counts, "input", input.size());
     call.counts("receive_counts", receive_counts, "output", output.size());
+    call.same_own(send_counts, receive_counts);
     call.disjoint("input", input, "output", std::span<const T>(output));
     return start<void>(
         detail::all_to_all_operation<T>(input, send_counts.data(), output, receive_counts.data()));
@@ -262,7 +263,8 @@ class MpiCommunicatorRef {
   /// @tparam T what is reduced, or void
   template <class T>
   MpiRequest start(const detail::InProcessOperation& what) {
-    const bool native = state_->options().reduction == MpiReduction::native;
+    // Alone there is nothing to hand to MPI.
+    const bool native = state_->options().reduction == MpiReduction::native && world_size() > 1;
     return MpiRequest(state_, detail::mpi_operation<T>(what, world_size(), native));
   }
 
@@ -292,7 +294,8 @@ class MpiCommunicator : public MpiCommunicatorRef {
 
   /// This rank's part of a smaller communicator: of those that give the same `color`, in the order
   /// of `key`, then of rank. Collective over this one. Throws `UsageError` where `color` is
-  /// negative, and `CommunicatorError`.
+  /// negative, and `CommunicatorError`. MPI's own split, called once all ranks have come, knows no
+  /// timeout: a rank that fails at that moment leaves its peers in it.
   [[nodiscard]] MpiCommunicator split(int color, int key) {
     if (color < 0) {
       throw UsageError("rank " + std::to_string(rank()) + ": split: color is " +
@@ -320,6 +323,7 @@ class MpiCommunicator : public MpiCommunicatorRef {
 
   static MPI_Comm duplicate(MPI_Comm comm, const MpiOptions& options) {
     detail::require_comm(comm, "MpiCommunicator");
+    (void)detail::mpi_chunk_bytes(options, detail::size_of(comm));  // before peers are involved
     // Where it fails MPI may still write the handle, so that then the memory is leaked.
     auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
     MPI_Request request = MPI_REQUEST_NULL;

@@ -83,6 +83,14 @@ class ArgumentCheck {
            "; make them equal");
   }
 
+  /// What a rank sends to itself is what it receives.
+  void same_own(std::span<const std::size_t> send, std::span<const std::size_t> receive) const {
+    if (send[rank_] == receive[rank_]) return;
+    reject("send_counts[" + std::to_string(rank_) + "], for this rank, is " +
+           std::to_string(send[rank_]) + ", but receive_counts[" + std::to_string(rank_) + "] is " +
+           std::to_string(receive[rank_]) + "; make them equal");
+  }
+
   /// `part` is `whole`'s own slice, which starts at `offset`, or disjoint from `whole`.
   template <class T>
   void whole_slice(const char* part_name, std::span<const T> part, const char* whole_name,

@@ -81,8 +81,13 @@ class MpiState {
     if (completed_ > sequence) return;
     require_mpi("wait");
     Clock::time_point since = Clock::now();  // nothing has arrived
+    Clock::time_point looked = since;
     while (completed_ <= sequence) {
       if (poisoned_) fail(operation_at(sequence), sequence);
+      // Time in which this process did not run (suspended, with its peers perhaps) is no waiting.
+      const Clock::time_point now = Clock::now();
+      if (now - looked > std::chrono::seconds(1)) since += now - looked;
+      looked = now;
       if (advance()) {
         since = Clock::now();
         continue;
@@ -144,6 +149,11 @@ class MpiState {
         return "rank " + std::to_string(rank_) +
                " destroyed its communicator with unfinished operations";
       });
+    }
+    {
+      // From here on an `abort` that some thread calls on a copy sends nothing.
+      const std::lock_guard lock(mutex_);
+      if (!poisoned_ && owned_) told_ = true;
     }
     if (!poisoned_ && owned_ && part()) {
       MPI_Errhandler_free(&former_errhandler_);
@@ -336,14 +346,16 @@ class MpiState {
   bool part() noexcept {
     send_notice(true);
     left_[rank_] = next_ + 1;
-    const Clock::time_point end = Clock::now() + std::min(options_.teardown, options_.timeout);
+    const Clock::time_point end =
+        Clock::now() +
+        std::min({options_.teardown, options_.timeout, nanoseconds(std::chrono::hours(100000))});
     const auto all_left = [&] { return std::find(left_.begin(), left_.end(), 0U) == left_.end(); };
     MpiStaging& staging = round_.staging();
-    int sent = 0;
-    while (!look_quietly() && Clock::now() < end) {
+    for (int sent = 0; !look_quietly();) {
       MPI_Testall(static_cast<int>(staging.notices.size()), staging.notices.data(), &sent,
                   MPI_STATUSES_IGNORE);
       if (all_left() && sent != 0) return true;
+      if (Clock::now() >= end) return false;
       std::this_thread::yield();
     }
     return false;
