@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "zero/communicator.hpp"
-#include "zero/detail/in_process_work.hpp"
+#include "zero/detail/checked_operation.hpp"
 #include "zero/detail/in_process_world.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
@@ -212,20 +212,13 @@ class InProcessCommunicator {
 
   template <Element T>
   [[nodiscard]] InProcessRequest all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "all_reduce");
-    call.memory("data", data);
-    return start(detail::all_reduce_operation<T>(world_size(), data, op));
+    return start(detail::checked::all_reduce<T>(*this, data, op));
   }
 
   template <Element T>
   [[nodiscard]] InProcessRequest reduce_scatter(std::span<const std::type_identity_t<T>> input,
                                                 std::span<T> output, ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "reduce_scatter");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.multiple("input", input.size(), "output", output.size());
-    call.whole_slice("output", std::span<const T>(output), "input", input, own() * output.size());
-    return start(detail::reduce_scatter_operation<T>(input, output, nullptr, op));
+    return start(detail::checked::reduce_scatter<T>(*this, input, output, op));
   }
 
   template <Element T>
@@ -233,52 +226,26 @@ class InProcessCommunicator {
                                                   std::span<T> output,
                                                   std::span<const std::size_t> counts,
                                                   ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "reduce_scatter_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("counts", counts, "input", input.size());
-    call.own_count(counts, "output", output.size());
-    call.whole_slice("output", std::span<const T>(output), "input", input, offset(counts));
-    return start(detail::reduce_scatter_operation<T>(input, output, counts.data(), op));
+    return start(detail::checked::reduce_scatter_v<T>(*this, input, output, counts, op));
   }
 
   template <Element T>
   [[nodiscard]] InProcessRequest all_gather(std::span<const std::type_identity_t<T>> input,
                                             std::span<T> output) {
-    const Call call(*this, "all_gather");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.multiple("output", output.size(), "input", input.size());
-    call.whole_slice("input", input, "output", std::span<const T>(output), own() * input.size());
-    return start(detail::all_gather_operation<T>(input, output, nullptr));
+    return start(detail::checked::all_gather<T>(*this, input, output));
   }
 
   template <Element T>
   [[nodiscard]] InProcessRequest all_gather_v(std::span<const std::type_identity_t<T>> input,
                                               std::span<T> output,
                                               std::span<const std::size_t> counts) {
-    const Call call(*this, "all_gather_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("counts", counts, "output", output.size());
-    call.own_count(counts, "input", input.size());
-    call.whole_slice("input", input, "output", std::span<const T>(output), offset(counts));
-    return start(detail::all_gather_operation<T>(input, output, counts.data()));
+    return start(detail::checked::all_gather_v<T>(*this, input, output, counts));
   }
 
   template <Element T>
   [[nodiscard]] InProcessRequest all_to_all(std::span<const std::type_identity_t<T>> input,
                                             std::span<T> output) {
-    const Call call(*this, "all_to_all");
-    call.memory("input", input);
-    call.memory("output", output);
-    if (input.size() != output.size() || input.size() % world_size() != 0) {
-      call.reject("input has " + std::to_string(input.size()) + " elements and output " +
-                  std::to_string(output.size()) +
-                  "; both must have the same multiple of size() = " + std::to_string(world_size()));
-    }
-    call.disjoint("input", input, "output", std::span<const T>(output));
-    return start(detail::all_to_all_operation<T>(input, nullptr, output, nullptr));
+    return start(detail::checked::all_to_all<T>(*this, input, output));
   }
 
   template <Element T>
@@ -286,26 +253,13 @@ class InProcessCommunicator {
                                               std::span<const std::size_t> send_counts,
                                               std::span<T> output,
                                               std::span<const std::size_t> receive_counts) {
-    const Call call(*this, "all_to_all_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("send_counts", send_counts, "input", input.size());
-    call.counts("receive_counts", receive_counts, "output", output.size());
-    call.same_own(send_counts, receive_counts);
-    call.disjoint("input", input, "output", std::span<const T>(output));
     return start(
-        detail::all_to_all_operation<T>(input, send_counts.data(), output, receive_counts.data()));
+        detail::checked::all_to_all_v<T>(*this, input, send_counts, output, receive_counts));
   }
 
   template <Element T>
   [[nodiscard]] InProcessRequest broadcast(std::span<T> data, int root) {
-    const Call call(*this, "broadcast");
-    call.memory("data", data);
-    if (root < 0 || root >= size()) {
-      call.reject("root is " + std::to_string(root) + "; it must be a rank, 0 to " +
-                  std::to_string(size() - 1));
-    }
-    return start(detail::broadcast_operation<T>(data, root));
+    return start(detail::checked::broadcast<T>(*this, data, root));
   }
 
   [[nodiscard]] InProcessRequest barrier() {
@@ -315,12 +269,7 @@ class InProcessCommunicator {
   /// `mine` may be exactly this rank's part of `all`.
   [[nodiscard]] InProcessRequest exchange(std::span<const std::byte> mine,
                                           std::span<std::byte> all) {
-    const Call call(*this, "exchange");
-    call.memory("mine", mine);
-    call.memory("all", all);
-    call.multiple("all", all.size(), "mine", mine.size());
-    call.whole_slice("mine", mine, "all", std::span<const std::byte>(all), own() * mine.size());
-    return start(detail::exchange_operation(mine, all));
+    return start(detail::checked::exchange(*this, mine, all));
   }
 
   [[nodiscard]] InProcessMeeting meet(const char* operation, const void* published) {
@@ -351,16 +300,11 @@ class InProcessCommunicator {
 
  private:
   friend class InProcessWorld;
-  using Call = detail::ArgumentCheck;
-
   explicit InProcessCommunicator(std::shared_ptr<detail::InProcessEndpoint> endpoint)
       : endpoint_(std::move(endpoint)) {}
 
   [[nodiscard]] std::size_t own() const noexcept { return endpoint_->rank; }
   [[nodiscard]] std::size_t world_size() const noexcept { return endpoint_->state->size(); }
-  [[nodiscard]] std::size_t offset(std::span<const std::size_t> counts) const {
-    return detail::offset_of(counts.data(), own());
-  }
   InProcessRequest start(const detail::InProcessOperation& operation) {
     return InProcessRequest(endpoint_, operation);
   }
@@ -370,7 +314,8 @@ class InProcessCommunicator {
 
 inline InProcessCommunicator InProcessCommunicator::split(int color, int key) {
   if (color < 0) {
-    Call(*this, "split").reject("color is " + std::to_string(color) + "; it must not be negative");
+    detail::ArgumentCheck(*this, "split")
+        .reject("color is " + std::to_string(color) + "; it must not be negative");
   }
   struct Wish {
     int color, key;

@@ -30,7 +30,7 @@
 
 #include "zero/comm/mpi_options.hpp"
 #include "zero/communicator.hpp"
-#include "zero/detail/in_process_work.hpp"
+#include "zero/detail/checked_operation.hpp"
 #include "zero/detail/mpi_environment.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/detail/mpi_state.hpp"
@@ -122,20 +122,13 @@ class MpiCommunicatorRef {
 
   template <Element T>
   [[nodiscard]] MpiRequest all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "all_reduce");
-    call.memory("data", data);
-    return start<T>(detail::all_reduce_operation<T>(world_size(), data, op));
+    return start<T>(detail::checked::all_reduce<T>(*this, data, op));
   }
 
   template <Element T>
   [[nodiscard]] MpiRequest reduce_scatter(std::span<const std::type_identity_t<T>> input,
                                           std::span<T> output, ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "reduce_scatter");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.multiple("input", input.size(), "output", output.size());
-    call.whole_slice("output", std::span<const T>(output), "input", input, own() * output.size());
-    return start<T>(detail::reduce_scatter_operation<T>(input, output, nullptr, op));
+    return start<T>(detail::checked::reduce_scatter<T>(*this, input, output, op));
   }
 
   template <Element T>
@@ -143,51 +136,25 @@ class MpiCommunicatorRef {
                                             std::span<T> output,
                                             std::span<const std::size_t> counts,
                                             ReduceOp op = ReduceOp::sum) {
-    const Call call(*this, "reduce_scatter_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("counts", counts, "input", input.size());
-    call.own_count(counts, "output", output.size());
-    call.whole_slice("output", std::span<const T>(output), "input", input, offset(counts));
-    return start<T>(detail::reduce_scatter_operation<T>(input, output, counts.data(), op));
+    return start<T>(detail::checked::reduce_scatter_v<T>(*this, input, output, counts, op));
   }
 
   template <Element T>
   [[nodiscard]] MpiRequest all_gather(std::span<const std::type_identity_t<T>> input,
                                       std::span<T> output) {
-    const Call call(*this, "all_gather");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.multiple("output", output.size(), "input", input.size());
-    call.whole_slice("input", input, "output", std::span<const T>(output), own() * input.size());
-    return start<void>(detail::all_gather_operation<T>(input, output, nullptr));
+    return start<void>(detail::checked::all_gather<T>(*this, input, output));
   }
 
   template <Element T>
   [[nodiscard]] MpiRequest all_gather_v(std::span<const std::type_identity_t<T>> input,
                                         std::span<T> output, std::span<const std::size_t> counts) {
-    const Call call(*this, "all_gather_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("counts", counts, "output", output.size());
-    call.own_count(counts, "input", input.size());
-    call.whole_slice("input", input, "output", std::span<const T>(output), offset(counts));
-    return start<void>(detail::all_gather_operation<T>(input, output, counts.data()));
+    return start<void>(detail::checked::all_gather_v<T>(*this, input, output, counts));
   }
 
   template <Element T>
   [[nodiscard]] MpiRequest all_to_all(std::span<const std::type_identity_t<T>> input,
                                       std::span<T> output) {
-    const Call call(*this, "all_to_all");
-    call.memory("input", input);
-    call.memory("output", output);
-    if (input.size() != output.size() || input.size() % world_size() != 0) {
-      call.reject("input has " + std::to_string(input.size()) + " elements and output " +
-                  std::to_string(output.size()) +
-                  "; both must have the same multiple of size() = " + std::to_string(world_size()));
-    }
-    call.disjoint("input", input, "output", std::span<const T>(output));
-    return start<void>(detail::all_to_all_operation<T>(input, nullptr, output, nullptr));
+    return start<void>(detail::checked::all_to_all<T>(*this, input, output));
   }
 
   template <Element T>
@@ -195,38 +162,20 @@ class MpiCommunicatorRef {
                                         std::span<const std::size_t> send_counts,
                                         std::span<T> output,
                                         std::span<const std::size_t> receive_counts) {
-    const Call call(*this, "all_to_all_v");
-    call.memory("input", input);
-    call.memory("output", output);
-    call.counts("send_counts", send_counts, "input", input.size());
-    call.counts("receive_counts", receive_counts, "output", output.size());
-    call.same_own(send_counts, receive_counts);
-    call.disjoint("input", input, "output", std::span<const T>(output));
     return start<void>(
-        detail::all_to_all_operation<T>(input, send_counts.data(), output, receive_counts.data()));
+        detail::checked::all_to_all_v<T>(*this, input, send_counts, output, receive_counts));
   }
 
   template <Element T>
   [[nodiscard]] MpiRequest broadcast(std::span<T> data, int root) {
-    const Call call(*this, "broadcast");
-    call.memory("data", data);
-    if (root < 0 || root >= size()) {
-      call.reject("root is " + std::to_string(root) + "; it must be a rank, 0 to " +
-                  std::to_string(size() - 1));
-    }
-    return start<void>(detail::broadcast_operation<T>(data, root));
+    return start<void>(detail::checked::broadcast<T>(*this, data, root));
   }
 
   [[nodiscard]] MpiRequest barrier() { return start_barrier("barrier"); }
 
   /// `mine` may be exactly this rank's part of `all`.
   [[nodiscard]] MpiRequest exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
-    const Call call(*this, "exchange");
-    call.memory("mine", mine);
-    call.memory("all", all);
-    call.multiple("all", all.size(), "mine", mine.size());
-    call.whole_slice("mine", mine, "all", std::span<const std::byte>(all), own() * mine.size());
-    return start<void>(detail::exchange_operation(mine, all));
+    return start<void>(detail::checked::exchange(*this, mine, all));
   }
 
   /// From any thread. Operations under way on this rank fail at once, those on its peers as soon as
@@ -253,13 +202,7 @@ class MpiCommunicatorRef {
   detail::MpiState* state() const noexcept { return state_.get(); }
 
  private:
-  using Call = detail::ArgumentCheck;
-
-  [[nodiscard]] std::size_t own() const noexcept { return state_->rank(); }
   [[nodiscard]] std::size_t world_size() const noexcept { return state_->size(); }
-  [[nodiscard]] std::size_t offset(std::span<const std::size_t> counts) const {
-    return detail::offset_of(counts.data(), own());
-  }
   /// @tparam T what is reduced, or void
   template <class T>
   MpiRequest start(const detail::InProcessOperation& what) {

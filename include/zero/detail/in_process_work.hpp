@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// The in-process operations: what one rank may ask for, and its part of the work.
+/// The in-process operations, and one rank's part of the work.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <span>
-#include <string>
 #include <utility>
 
 #include "zero/communicator.hpp"
@@ -17,7 +15,6 @@
 #include "zero/detail/rank_order_sum.hpp"
 #include "zero/detail/streamed_copy.hpp"
 #include "zero/element.hpp"
-#include "zero/error.hpp"
 
 namespace zero::detail {
 
@@ -26,105 +23,6 @@ inline std::size_t offset_of(const std::size_t* counts, std::size_t rank) noexce
   for (std::size_t r = 0; r < rank; ++r) offset += counts[r];
   return offset;
 }
-
-/// Checks one rank's arguments of one call; each check throws a `UsageError` that says what is
-/// wrong.
-class ArgumentCheck {
- public:
-  template <class Comm>
-  ArgumentCheck(const Comm& comm, const char* operation)
-      : operation_(operation),
-        rank_(static_cast<std::size_t>(comm.rank())),
-        size_(static_cast<std::size_t>(comm.size())) {}
-
-  [[noreturn]] void reject(const std::string& why) const {
-    throw UsageError("rank " + std::to_string(rank_) + ": " + operation_ + ": " + why +
-                     ". Nothing was started.");
-  }
-
-  template <class T>
-  void memory(const char* name, std::span<T> span) const {
-    if (span.data() != nullptr || span.empty()) return;
-    reject(std::string(name) + " is null but has " + std::to_string(span.size()) + " elements");
-  }
-
-  /// `whole == size() * part`
-  void multiple(const char* whole_name, std::size_t whole, const char* part_name,
-                std::size_t part) const {
-    if (whole % size_ == 0 && whole / size_ == part) return;
-    reject(std::string(whole_name) + " has " + std::to_string(whole) + " elements and " +
-           part_name + " " + std::to_string(part) + " on " + std::to_string(size_) + " ranks; " +
-           whole_name + " must have size() times as many as " + part_name + ", that is " +
-           std::to_string(part * size_) + " (or use the _v form, which takes any sizes)");
-  }
-
-  /// One count a rank, adding up to `total`.
-  void counts(const char* name, std::span<const std::size_t> counts, const char* total_name,
-              std::size_t total) const {
-    if (counts.size() != size_) {
-      reject(std::string(name) + " has " + std::to_string(counts.size()) +
-             " entries; it must have one a rank, that is " + std::to_string(size_));
-    }
-    std::size_t left = total;
-    bool fits = true;
-    for (const std::size_t count : counts) {
-      fits = fits && count <= left;
-      if (fits) left -= count;
-    }
-    if (fits && left == 0) return;
-    reject(std::string(name) + " adds up to " + std::to_string(offset_of(counts.data(), size_)) +
-           ", but " + total_name + " has " + std::to_string(total) + " elements; make them equal");
-  }
-
-  void own_count(std::span<const std::size_t> counts, const char* name, std::size_t count) const {
-    if (counts[rank_] == count) return;
-    reject(std::string(name) + " has " + std::to_string(count) + " elements, but counts[" +
-           std::to_string(rank_) + "], for this rank, is " + std::to_string(counts[rank_]) +
-           "; make them equal");
-  }
-
-  /// What a rank sends to itself is what it receives.
-  void same_own(std::span<const std::size_t> send, std::span<const std::size_t> receive) const {
-    if (send[rank_] == receive[rank_]) return;
-    reject("send_counts[" + std::to_string(rank_) + "], for this rank, is " +
-           std::to_string(send[rank_]) + ", but receive_counts[" + std::to_string(rank_) + "] is " +
-           std::to_string(receive[rank_]) + "; make them equal");
-  }
-
-  /// `part` is `whole`'s own slice, which starts at `offset`, or disjoint from `whole`.
-  template <class T>
-  void whole_slice(const char* part_name, std::span<const T> part, const char* whole_name,
-                   std::span<const T> whole, std::size_t offset) const {
-    if (!overlap(part, whole) || part.data() == whole.data() + offset) return;
-    reject(std::string(part_name) + " (" + std::to_string(part.size()) + " elements) overlaps " +
-           whole_name + " (" + std::to_string(whole.size()) +
-           " elements) partly; it must be disjoint, or exactly this rank's slice, which starts at "
-           "element " +
-           std::to_string(offset));
-  }
-
-  template <class T>
-  void disjoint(const char* name, std::span<const T> span, const char* other_name,
-                std::span<const T> other) const {
-    if (!overlap(span, other)) return;
-    reject(std::string(name) + " (" + std::to_string(span.size()) + " elements) overlaps " +
-           other_name + " (" + std::to_string(other.size()) + " elements); they must be disjoint");
-  }
-
- private:
-  template <class T>
-  static bool overlap(std::span<const T> a, std::span<const T> b) {
-    const auto begin = [](std::span<const T> span) {
-      return reinterpret_cast<std::uintptr_t>(span.data());
-    };
-    return !a.empty() && !b.empty() && begin(a) < begin(b) + b.size_bytes() &&
-           begin(b) < begin(a) + a.size_bytes();
-  }
-
-  const char* operation_;
-  std::size_t rank_;
-  std::size_t size_;
-};
 
 using InProcessRanks = std::span<const InProcessOperation>;
 
