@@ -22,9 +22,14 @@ void require(bool holds, const std::string& sentence) {
 std::optional<Options> parse(int argc, const char* const* argv) {
   Options options;
   std::string model = "mini", mode = "compare";
-  double bucket_mib = 25;
-  std::int64_t ranks = options.ranks, batch = 8, sequence = 128, steps = 60, warmup = 6;
-  std::int64_t vocabulary = 0, seed = 1;
+  double bucket_mib = static_cast<double>(options.bucket_bytes) / (1 << 20);
+  // Signed, so that what is below 0 is seen.
+  std::int64_t ranks = options.ranks, batch = static_cast<std::int64_t>(options.batch),
+               sequence = static_cast<std::int64_t>(options.sequence),
+               steps = static_cast<std::int64_t>(options.steps),
+               warmup = static_cast<std::int64_t>(options.warmup),
+               vocabulary = static_cast<std::int64_t>(options.vocabulary),
+               seed = static_cast<std::int64_t>(options.seed);
   double clip = 0, weight_decay = 0;
 
   CLI::App app{

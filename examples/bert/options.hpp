@@ -17,6 +17,7 @@ namespace bert {
 
 enum class Mode { replicated, sharded, compare };
 
+/// Its defaults are the command line's.
 struct Options {
   Config model;  ///< with the vocabulary that is trained on
   int ranks = 2;
@@ -25,12 +26,12 @@ struct Options {
   std::string partition;  ///< empty: what the optimizer works best with
   std::string bucket_view = "param";
   std::string precision = "fp32";
-  std::size_t bucket_bytes = 0;
+  std::size_t bucket_bytes = 25U << 20;
   std::size_t batch = 8;  ///< sequences a rank and step
   std::size_t sequence = 128;
   std::size_t steps = 60;
   double lr = 1e-3;
-  std::size_t warmup = 0;
+  std::size_t warmup = 6;
   std::optional<double> clip;
   std::optional<double> weight_decay;  ///< none: the optimizer's own
   double dropout = 0;
