@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <map>
 #include <span>
 #include <string>
@@ -41,15 +42,12 @@ class Vocabulary {
  public:
   /// With fewer words than two there is nothing to predict.
   static constexpr std::size_t minimum_size = special_tokens + 2;
-  /// Of the published models (bert-*-uncased).
-  static constexpr std::size_t published_size = 30522;
-
   /// @param words a text's, each as often as it occurs there
   /// @param size how many tokens to have, special ones included; 0: one for each distinct word
   /// @param at_most bounds the size where `size` is 0
   /// Throws InputError where the text has too few words for `size`, or that is below minimum_size.
   explicit Vocabulary(std::span<const std::string> words, std::size_t size = 0,
-                      std::size_t at_most = published_size);
+                      std::size_t at_most = std::numeric_limits<std::size_t>::max());
 
   [[nodiscard]] std::size_t size() const { return tokens_.size(); }
   /// The id of a word, SpecialToken::unk for one that isn't in the vocabulary.

@@ -287,21 +287,19 @@ TEST_CASE("filling a batch again keeps its memory, and another source's size fit
   const SyntheticSource large(100, 4, 64, 1), small(100, 1, 8, 1);
   Batch batch, fresh;
   large.fill(batch, 0, 0);
-  const std::array before{static_cast<const void*>(batch.tokens.data()),
-                          static_cast<const void*>(batch.segments.data()),
-                          static_cast<const void*>(batch.positions.data()),
-                          static_cast<const void*>(batch.labels.data()),
-                          static_cast<const void*>(batch.weights.data())};
+  const auto memory = [&] {
+    return std::array{static_cast<const void*>(batch.tokens.data()),
+                      static_cast<const void*>(batch.segments.data()),
+                      static_cast<const void*>(batch.positions.data()),
+                      static_cast<const void*>(batch.labels.data()),
+                      static_cast<const void*>(batch.weights.data())};
+  };
+  const auto before = memory();
   small.fill(batch, 0, 1);
   small.fill(fresh, 0, 1);
   CHECK(same(batch, fresh));
   large.fill(batch, 0, 2);
-  const std::array after{static_cast<const void*>(batch.tokens.data()),
-                         static_cast<const void*>(batch.segments.data()),
-                         static_cast<const void*>(batch.positions.data()),
-                         static_cast<const void*>(batch.labels.data()),
-                         static_cast<const void*>(batch.weights.data())};
-  CHECK(before == after);
+  CHECK(before == memory());
 }
 
 TEST_CASE("batches that can't be are refused in words") {
