@@ -123,8 +123,8 @@ class MpiPeerMemory {
     while (bytes != 0) {
       const iovec local{to, bytes};
       const iovec remote{reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)), bytes};
-      const ssize_t read = ::process_vm_readv(static_cast<pid_t>(peers_[rank].process), &local, 1,
-                                              &remote, 1, 0);
+      const ssize_t read =
+          ::process_vm_readv(static_cast<pid_t>(peers_[rank].process), &local, 1, &remote, 1, 0);
       if (read <= 0) return read < 0 ? errno : EFAULT;
       to += read;
       address += static_cast<std::uint64_t>(read);
@@ -148,8 +148,8 @@ class MpiPeerMemory {
 #if ZERO_PROCESS_MEMORY
     if (peer.segment.file < 0) return false;
     // Another user's, or hidden: it can't be opened.
-    const std::string name = "/proc/" + std::to_string(peer.process) + "/fd/" +
-                             std::to_string(peer.segment.file);
+    const std::string name =
+        "/proc/" + std::to_string(peer.process) + "/fd/" + std::to_string(peer.segment.file);
     const int file = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
     if (file < 0) return false;
     peer.memory = SharedSegment::map(file, peer.segment.bytes, PROT_READ);

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "zero/detail/mpi_native_reduction.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/detail/mpi_peer_memory.hpp"
 #include "zero/detail/mpi_staging.hpp"
@@ -47,7 +48,7 @@ class MpiRound {
         statuses_(staging_.count()),
         sources_(size),
         typed_sources_(size),
-        native_counts_(size) {
+        native_(comm, rank, size) {
     // Everybody begins behind itself, so that not all send to one rank at a time.
     for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i].rank = (rank + 1 + i) % size;
   }
@@ -91,17 +92,14 @@ class MpiRound {
       unfinished_ += peer.sends + peer.receives;
       if (peer.takes && !reduces_) ++unfinished_;
     }
-    native_ = last_ && size_ > 1 && operation.native != MpiNativeSum::none;
-    native_at_ = 0;
-    native_end_ = 0;
-    if (native_) begin_native();
+    if (last_) native_.begin(operation, plan, piece_);
   }
 
   /// The operation that was begun lies elsewhere now.
   void moved(const MpiOperation& operation) noexcept { op_ = &operation; }
 
   [[nodiscard]] bool is_last() const noexcept { return last_; }
-  [[nodiscard]] bool over() const noexcept { return unfinished_ == 0 && !native_; }
+  [[nodiscard]] bool over() const noexcept { return unfinished_ == 0 && native_.over(); }
 
   /// Does what can be done without waiting; whether that was anything.
   bool advance() {
@@ -112,7 +110,9 @@ class MpiRound {
       if (reduces_ ? reduce() : take_payloads()) moved = true;
       if (trouble_ || (moved && !post_again())) return false;
     }
-    if (unfinished_ == 0 && native_) moved = advance_native() || moved;
+    if (unfinished_ != 0 || native_.over()) return moved;
+    const MpiPlan plan(*op_, rank_, size_, piece_);
+    if (!succeeded(native_.call(), native_.advance(*op_, plan, staging_, moved))) return false;
     return moved;
   }
 
@@ -358,64 +358,6 @@ class MpiRound {
     return moved;
   }
 
-  // MPI's own sums: pieces of the buffers, through the slots' memory, one at a time. -------------
-
-  void begin_native() noexcept {
-    const MpiPlan plan(*op_, rank_, size_, piece_);
-    if (op_->kind == InProcessKind::all_reduce) {
-      native_end_ = op_->input_count * op_->element_bytes;
-    } else {
-      for (std::size_t r = 0; r < size_; ++r) {
-        native_end_ = std::max(native_end_, plan.reduced_slice(r).bytes);
-      }
-    }
-    if (native_end_ == 0) native_ = false;
-  }
-
-  [[nodiscard]] std::size_t native_bytes(std::size_t whole) const noexcept {
-    return native_at_ >= whole ? 0 : std::min(piece_, whole - native_at_);
-  }
-
-  bool advance_native() {
-    const MpiPlan plan(*op_, rank_, size_, piece_);
-    const bool scatters = op_->kind != InProcessKind::all_reduce;
-    const auto* const input = static_cast<const std::byte*>(op_->input);
-    auto* const output = static_cast<std::byte*>(op_->output);
-    if (staging_.native == MPI_REQUEST_NULL) {
-      const MPI_Datatype type = op_->native == MpiNativeSum::float32 ? MPI_FLOAT : MPI_DOUBLE;
-      std::byte* to = staging_.sending();
-      if (!scatters) {
-        const std::size_t bytes = native_bytes(native_end_);
-        std::memcpy(to, input + native_at_, bytes);
-        return succeeded(
-            "MPI_Iallreduce",
-            MPI_Iallreduce(to, staging_.receiving(), static_cast<int>(bytes / op_->element_bytes),
-                           type, MPI_SUM, comm_, &staging_.native));
-      }
-      for (std::size_t r = 0; r < size_; ++r) {
-        const MpiPlan::Slice slice = plan.reduced_slice(r);
-        const std::size_t bytes = native_bytes(slice.bytes);
-        if (bytes != 0) std::memcpy(to, input + slice.begin + native_at_, bytes);
-        to += bytes;
-        native_counts_[r] = static_cast<int>(bytes / op_->element_bytes);
-      }
-      return succeeded(
-          "MPI_Ireduce_scatter",
-          MPI_Ireduce_scatter(staging_.sending(), staging_.receiving(), native_counts_.data(), type,
-                              MPI_SUM, comm_, &staging_.native));
-    }
-    int done = 0;
-    if (!succeeded("MPI_Test", MPI_Test(&staging_.native, &done, MPI_STATUS_IGNORE))) return false;
-    if (done == 0) return false;
-    const std::size_t whole = scatters ? plan.reduced_slice(rank_).bytes : native_end_;
-    if (const std::size_t bytes = native_bytes(whole); bytes != 0) {
-      std::memcpy(output + native_at_, staging_.receiving(), bytes);
-    }
-    native_at_ += piece_;
-    native_ = native_at_ < native_end_;
-    return true;
-  }
-
   MPI_Comm comm_;
   std::size_t rank_;
   std::size_t size_;
@@ -430,7 +372,6 @@ class MpiRound {
   std::vector<MPI_Status> statuses_;
   std::vector<const void*> sources_;
   std::vector<const void*> typed_sources_;  // room in which a reducer keeps pointers of its type
-  std::vector<int> native_counts_;
 
   const MpiOperation* op_ = nullptr;
   MpiHeader header_{};
@@ -440,8 +381,7 @@ class MpiRound {
   bool reduces_ = false;
   MpiPlan::Reduction reduction_{};
   std::size_t reductions_ = 0, reduced_ = 0;
-  bool native_ = false;
-  std::size_t native_at_ = 0, native_end_ = 0;  // bytes of every slice
+  MpiNativeReduction native_;
   std::optional<MpiTrouble> trouble_{};
 };
 
