@@ -221,7 +221,7 @@ class BucketStep {
   template <class Lane, class Traffic>
   void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
     traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
-                    state_.settings.memory);
+                    state_.memory_for_peers(), state_.settings.memory);
   }
 
   void prepare_traffic() {

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "zero/bucket_view.hpp"
-#include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/hash.hpp"
@@ -375,14 +374,6 @@ class Builder {
               element_traits<U>::store(std::numeric_limits<arithmetic_t<U>>::quiet_NaN()));
   }
 
-  /// Where arenas go that peers read; null where the user said otherwise, or nobody does.
-  [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> memory_for_peers() {
-    if constexpr (SharedMemoryProvider<typename State::communicator_type>) {
-      if (state_.settings.memory == huge_page_resource()) return state_.comm().shared_memory();
-    }
-    return nullptr;
-  }
-
   /// Copies what is there into arenas; the parameters are handed over later, so that an allocation
   /// that fails leaves them where they are.
   template <class Lane>
@@ -390,19 +381,15 @@ class Builder {
                    const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
     const Interval all{0, room_of(lane, map).arena()};
-    const std::shared_ptr<std::pmr::memory_resource> shared = memory_for_peers();
+    struct Kept {  // parameters may outlive the communicator
+      std::shared_ptr<std::pmr::memory_resource> memory;
+      HostArray<T> array;
+    };
+    const std::shared_ptr<std::pmr::memory_resource> memory = state_.memory_for_peers();
     const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
-      if (shared != nullptr) {
-        struct Kept {  // parameters may outlive the communicator
-          std::shared_ptr<std::pmr::memory_resource> memory;
-          HostArray<T> array;
-        };
-        auto kept = std::make_shared<Kept>(Kept{shared, HostArray<T>(all.size(), shared.get())});
-        HostArray<T>* const array = &kept->array;
-        arena = std::shared_ptr<HostArray<T>>(std::move(kept), array);
-      } else {
-        arena = std::make_shared<HostArray<T>>(all.size(), state_.settings.memory);
-      }
+      auto kept = std::make_shared<Kept>(Kept{memory, HostArray<T>(all.size(), memory.get())});
+      HostArray<T>* const array = &kept->array;
+      arena = std::shared_ptr<HostArray<T>>(std::move(kept), array);
       if (!state_.settings.poison_padding) return;
       poison(arena->span());
       for (const Fragment& f : map.fragments(lane.index, all)) {

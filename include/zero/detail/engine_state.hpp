@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <string>
@@ -34,6 +36,7 @@
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
+#include "zero/memory.hpp"
 #include "zero/observer.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
@@ -101,6 +104,16 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int world() { return comm().size(); }
   [[nodiscard]] int rank() { return comm().rank(); }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
+  /// Where what peers read is allocated: where they can read it without being sent it, if the
+  /// communicator offers such memory and the user asked for no other.
+  [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> memory_for_peers() {
+    if constexpr (SharedMemoryProvider<communicator_type>) {
+      if (settings.memory == huge_page_resource()) {
+        if (auto memory = comm().shared_memory()) return memory;
+      }
+    }
+    return {std::shared_ptr<void>(), settings.memory};  // which is the user's to keep
+  }
   /// What only this rank throws its peers must learn of.
   template <class F>
   void construct_or_abort(F&& body) {

@@ -327,24 +327,18 @@ class MpiRound {
   /// Reduces each piece that has come from everybody.
   bool reduce() {
     bool moved = false;
-    for (; reduced_ < reductions_; ++reduced_, moved = true) {
+    const std::size_t all = reduction_.count * op_->element_bytes;
+    while (reduced_ < reductions_) {
       const std::size_t offset = reduced_ * piece_;
-      const std::size_t bytes = std::min(piece_, reduction_.count * op_->element_bytes - offset);
       for (const Peer& peer : peers_) {
         if (peer.takes ? peer.address == 0 : arrived_[slot_of_next(peer)] != 2) return moved;
       }
+      // What is read where it lies needs no room, so pieces may be of the size to be streamed.
+      const std::size_t pieces = std::min(lies_open(offset, all - offset), reductions_ - reduced_);
+      const std::size_t bytes = std::min(pieces * piece_, all - offset);
       sources_[rank_] = reduction_.own + offset;
       for (const Peer& peer : peers_) {
-        // In the room of a message that such a peer doesn't send.
-        const std::size_t slot =
-            peer.takes ? staging_.receive_slot(index_of(peer), 1) : slot_of_next(peer);
-        sources_[peer.rank] = staging_.payload(slot);
-        if (!peer.takes) continue;
-        if (const std::byte* const there = memory_->find(peer.rank, peer.address + offset, bytes)) {
-          sources_[peer.rank] = there;
-        } else if (!take_bytes(peer, offset, staging_.payload(slot), bytes)) {
-          return false;
-        }
+        if (!source(peer, offset, bytes)) return false;
       }
       if (bytes != 0) {
         op_->reducer(sources_, bytes / op_->element_bytes, reduction_.out + offset, op_->reduce,
@@ -353,9 +347,34 @@ class MpiRound {
       for (Peer& peer : peers_) {
         if (!peer.takes) release(peer);
       }
-      --unfinished_;
+      unfinished_ -= pieces;
+      reduced_ += pieces;
+      moved = true;
     }
     return moved;
+  }
+
+  /// How many pieces may be reduced at once.
+  [[nodiscard]] std::size_t lies_open(std::size_t offset, std::size_t bytes) const noexcept {
+    for (const Peer& peer : peers_) {
+      if (!peer.takes || memory_->find(peer.rank, peer.address + offset, bytes) == nullptr)
+        return 1;
+    }
+    return peers_.empty() ? 1 : std::max<std::size_t>(2 * streamed_bytes / piece_, 1);
+  }
+
+  /// Sets where a peer's piece is read.
+  bool source(const Peer& peer, std::size_t offset, std::size_t bytes) {
+    // What is taken has the room of a message that such a peer doesn't send.
+    const std::size_t slot =
+        peer.takes ? staging_.receive_slot(index_of(peer), 1) : slot_of_next(peer);
+    sources_[peer.rank] = staging_.payload(slot);
+    if (!peer.takes) return true;
+    if (const std::byte* const there = memory_->find(peer.rank, peer.address + offset, bytes)) {
+      sources_[peer.rank] = there;
+      return true;
+    }
+    return take_bytes(peer, offset, staging_.payload(slot), bytes);
   }
 
   MPI_Comm comm_;
