@@ -16,7 +16,7 @@ PeerTimes torch_zero(const std::vector<Shape>& shapes) {
   std::ofstream(file) << all;
 
   // Not as a part of this program's MPI job.
-  const std::string command = "env -i PATH=\"$PATH\" HOME=\"$HOME\" python3 '" ZERO_BENCH_SOURCE_DIR
+  const std::string command = "env -i PATH=\"$PATH\" HOME=\"$HOME\" \"${PYTHON:-python3}\" '" ZERO_BENCH_SOURCE_DIR
                               "/benchmarks/peers/torch_zero.py' '" +
                               file + "' 2>&1";
   std::FILE* const pipe = ::popen(command.c_str(), "r");

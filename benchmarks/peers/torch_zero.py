@@ -7,7 +7,8 @@
 SHAPES.json lists the extents of each tensor. Prints the seconds of eleven steps as JSON: gradients are
 summed over ranks in buckets of 25 MiB, of which they are views, as DistributedDataParallel does after
 backward, and ZeroRedundancyOptimizer updates each rank's tensors and broadcasts them. Needs torch:
-`apt-get install python3-torch`, or `pip install torch`.
+`apt-get install python3-torch` for the system's python3, or `pip install torch`; zero_mpi_bench runs it by
+$PYTHON, or python3.
 """
 
 import json

@@ -314,6 +314,8 @@ class MpiState {
 
   void poison_trouble(const MpiTrouble& trouble) noexcept {
     if (trouble.peer >= 0 && !trouble.theirs) {
+      // One that has failed has said why before it let go of its memory.
+      if (look_quietly()) return;
       const auto peer = static_cast<std::size_t>(trouble.peer);
       poison(CommunicatorFailure::rank_left, peer, [&] {
         return "rank " + std::to_string(rank_) + " can't read the memory of rank " +
