@@ -23,8 +23,10 @@
 #include "zero/comm/in_process.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/engine.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/policies.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory_report.hpp"  // IWYU pragma: export
 #include "zero/observer.hpp"
@@ -293,6 +295,14 @@ class ZeroSharded {
     });
   }
 
+  /// Collective: `zero::join` of this optimizer, for ranks with unlike numbers of batches; see
+  /// zero/join.hpp.
+  template <class Body>
+    requires std::invocable<Body&>
+  void join(Body&& body, JoinOptions options = {}) {
+    detail::join(body, options, *engine_);
+  }
+
   /// From the next step on gradients are scaled down so that their norm over all parameters and
   /// ranks is at most `max_norm`, by max_norm / (norm + 1e-6) as PyTorch's `clip_grad_norm_` does.
   /// Infinity only measures (`Outcome::gradient_norm`); `std::nullopt` ends it, and frees nothing.
@@ -415,6 +425,8 @@ class ZeroSharded {
   [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }
 
  private:
+  friend detail::JoinAccess;
+
   template <class T>
   [[nodiscard]] const auto& lane_of() const {
     static_assert(
