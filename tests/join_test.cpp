@@ -3,6 +3,7 @@
 // and what ends a join early.
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -173,7 +174,7 @@ void check_none_failed(const std::vector<Failure>& failures) {
 
 /// Trains `counts[r]` batches on rank r, within a join.
 template <class Way>
-std::vector<Trained> train(const Counts& counts, JoinOptions options) {
+std::vector<Trained> train(const Counts& counts, const JoinOptions& options) {
   std::vector<Trained> all(counts.size());
   std::vector<std::size_t> updates(counts.size());
   std::vector<std::size_t> buckets(counts.size());
@@ -276,6 +277,37 @@ TEMPLATE_LIST_TEST_CASE("clipping and loss scales while some serve", "", Ways) {
   CHECK(loss_scales == std::vector<double>(3, loss_scale));
 }
 
+TEMPLATE_LIST_TEST_CASE("ranks that serve follow a schedule", "", Ways) {
+  constexpr auto lr_at = [](int step) { return 0.1 / (1 + step); };
+  const Counts counts{1, 4, 2};
+  std::vector<Trained> all(3);
+  const auto train_with = [&](bool follow) {
+    return on_ranks<TestType>(3, {}, [&](std::size_t r, Model<>& model, auto&, auto& optimizer) {
+      const auto schedule = [&] {
+        optimizer.group(0).lr = lr_at(static_cast<int>(optimizer.steps()));
+      };
+      JoinOptions options;
+      if (follow) options.before_serving = schedule;
+      optimizer.join(
+          [&] {
+            for (int batch = 0; batch < counts[r]; ++batch) {
+              schedule();
+              backward(model, static_cast<int>(r), batch);
+              optimizer.step();
+            }
+          },
+          options);
+      all[r] = trained(model, optimizer);
+    });
+  };
+  check_none_failed(train_with(true));
+  for (const Trained& mine : all) CHECK(mine == serial(counts, JoinMean::all_ranks, lr_at));
+  for (const Failure& failure : train_with(false)) {
+    CHECK(failure.kind == Kind::usage);
+    CHECK_THAT(failure.text, ContainsSubstring("JoinOptions::before_serving"));
+  }
+}
+
 TEMPLATE_LIST_TEST_CASE("several optimizers are served in their order", "", Ways) {
   const Counts counts{4, 0, 2};
   const Trained right = serial(counts, JoinMean::all_ranks);
@@ -321,7 +353,7 @@ TEMPLATE_LIST_TEST_CASE("several optimizers are served in their order", "", Ways
 }
 
 TEMPLATE_LIST_TEST_CASE("JoinEnd::raise: all ranks hear in which step inputs ended", "", Ways) {
-  constexpr JoinOptions raise{.when_first_ends = JoinEnd::raise};
+  const JoinOptions raise{.when_first_ends = JoinEnd::raise};
   const Counts counts{4, 2, 3};
   std::vector<std::array<int, 2>> ended(3);
   std::vector<Trained> at_end(3), afterwards(3);

@@ -21,6 +21,8 @@
 ///  - A parameter without a gradient on any rank that still has input is not stepped.
 ///  - Clipping, finite checks and the loss scale work as in any step.
 ///  - With `Gradients::reduced` there is nothing to serve with, so only `JoinEnd::raise` will do.
+///  - Options that the body changes from step to step change on ranks that serve by
+///    `JoinOptions::before_serving`; what differs is refused, as in any step.
 ///  - Other collective calls in the body (a loss summed over ranks, say) are the caller's to keep
 ///    even: a rank that serves takes part in steps alone.
 #pragma once
@@ -53,7 +55,7 @@ namespace zero {
 /// Throws `UsageError` at once where an optimizer is in a join already, or has failed.
 template <class Body, class... Optimizers>
   requires std::invocable<Body&>
-void join(JoinOptions options, Body&& body, Optimizers&... optimizers) {
+void join(const JoinOptions& options, Body&& body, Optimizers&... optimizers) {
   static_assert(sizeof...(Optimizers) > 0,
                 "zero: join was given no optimizer to serve; give it those that the body steps");
   detail::join(body, options, detail::JoinAccess::engine_of(optimizers)...);

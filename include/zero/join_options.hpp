@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace zero {
 
@@ -23,10 +24,15 @@ enum class JoinEnd : std::uint8_t {
   raise,  ///< all ranks throw `InputsEnded` in the first step in which some rank has none
 };
 
-/// The same on all ranks; what `join` was given is compared in each step.
+/// `mean` and `when_first_ends` are compared between ranks in each step.
 struct JoinOptions {
   JoinMean mean = JoinMean::all_ranks;
   JoinEnd when_first_ends = JoinEnd::serve;
+  /// Called on a rank without input before each step that it serves, and before the one that finds
+  /// nobody has any. Where a body changes options from step to step (a schedule), this must change
+  /// them alike, by `steps()` for example, since a rank updates its part of the state with its own.
+  /// What it throws leaves `join` as from a body.
+  std::function<void()> before_serving{};
 };
 
 }  // namespace zero

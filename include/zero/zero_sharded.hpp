@@ -299,7 +299,7 @@ class ZeroSharded {
   /// zero/join.hpp.
   template <class Body>
     requires std::invocable<Body&>
-  void join(Body&& body, JoinOptions options = {}) {
+  void join(Body&& body, const JoinOptions& options = {}) {
     detail::join(body, options, *engine_);
   }
 

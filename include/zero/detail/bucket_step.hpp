@@ -298,10 +298,12 @@ class BucketStep {
       require_same_optimizer(r, head(r).identity, state_.identity);
     }
     const auto ended = state_.agree_to_go_on([&](int r) { return head(r).join; });
+    // Where nothing will be stepped, options may differ.
     const std::uint64_t options_of_rank_0 = head(0).options;
     for (int r = 0; r < state_.world(); ++r) {
       const StepMessage theirs = head(r);
-      require_agreement_to_step(r, theirs.refusal.data(), theirs.options, options_of_rank_0);
+      require_agreement_to_step(r, theirs.refusal.data(), theirs.options,
+                                ended ? theirs.options : options_of_rank_0, state_.some_serve());
     }
     if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {

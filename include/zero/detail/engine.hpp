@@ -372,26 +372,17 @@ class Engine {
         });
   }
 
-  /// Whether this step has input on this rank. Throws where the join and its state make no sense.
+  /// Whether this step has input on this rank. Throws where its join makes no sense.
   bool has_input() {
     if (state_.join == nullptr) return true;
-    const JoinOptions& options = state_.join->options();
-    if (options.when_first_ends == JoinEnd::serve &&
-        state_.settings.gradients == Gradients::reduced) {
-      throw UsageError(
-          "join: a rank without input has no reduced gradients (Settings::gradients) to serve "
-          "with; "
-          "take JoinEnd::raise, or Gradients::local");
-    }
-    if (options.mean == JoinMean::ranks_with_input) {
-      state_.scaling.validate_mean_of_fewer(State::in_float);
-    }
-    if (state_.join->input_ended() && marks_.any()) {
+    state_.scaling.validate_join(state_.join->options(), State::in_float);
+    if (!state_.join->input_ended()) return true;
+    if (marks_.any()) {
       throw UsageError(
           "join: the body ended with gradients marked for a step that it did not take; step each "
           "batch that it begins");
     }
-    return !state_.join->input_ended();
+    return false;
   }
 
   /// Takes what was not marked as it lies in the caller's memory, unless this rank has no input.

@@ -167,6 +167,9 @@ struct EngineState : EngineIdentity {
     });
   }
 
+  /// Whether some ranks take part in the step under way without input.
+  [[nodiscard]] bool some_serve() { return inputs.ranks < world(); }
+
   // Before the update: who has which gradients, and whether they can be stepped with.
 
   /// Decides, from what all ranks say of their joins, whether there is a step to take; throws where

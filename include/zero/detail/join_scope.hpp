@@ -67,12 +67,13 @@ template <class F>
 /// Shared by the engines that one `join` steps. Threads that mark gradients look at it.
 class JoinScope {
  public:
-  explicit JoinScope(JoinOptions options) noexcept : options_(options) {}
+  /// The options must outlive it.
+  explicit JoinScope(const JoinOptions& options) noexcept : options_(&options) {}
 
-  [[nodiscard]] const JoinOptions& options() const noexcept { return options_; }
+  [[nodiscard]] const JoinOptions& options() const noexcept { return *options_; }
   [[nodiscard]] JoinWord word() const noexcept {
-    const auto mean = static_cast<std::uint64_t>(options_.mean);
-    const auto end = static_cast<std::uint64_t>(options_.when_first_ends);
+    const auto mean = static_cast<std::uint64_t>(options_->mean);
+    const auto end = static_cast<std::uint64_t>(options_->when_first_ends);
     return {1 + mean + (end << 8U), std::uint64_t{input_ended()}};
   }
 
@@ -92,7 +93,7 @@ class JoinScope {
   }
 
  private:
-  JoinOptions options_;
+  const JoinOptions* options_;
   std::atomic<bool> input_ended_{false};
   std::atomic<bool> closed_{false};
 };
@@ -112,7 +113,7 @@ class JoinEntry {
 
 /// `zero::join` on what stands behind the optimizers.
 template <class Body, class... Engines>
-void join(Body& body, JoinOptions options, Engines&... engines) {
+void join(Body& body, const JoinOptions& options, Engines&... engines) {
   JoinScope scope(options);
   std::tuple<std::optional<JoinEntry<Engines>>...> entries;
   std::apply([&](auto&... entry) { (entry.emplace(engines, scope), ...); }, entries);
@@ -123,7 +124,11 @@ void join(Body& body, JoinOptions options, Engines&... engines) {
   try {
     body();
     scope.end_input();
-    while (!scope.closed() && (engines.serve() && ...)) {
+    const auto serve = [&] {
+      if (options.before_serving) options.before_serving();
+      return (engines.serve() && ...);
+    };
+    while (!scope.closed() && serve()) {
     }
   } catch (const std::exception& error) {
     tell(error.what());

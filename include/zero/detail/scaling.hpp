@@ -12,6 +12,7 @@
 #include "zero/detail/findings.hpp"
 #include "zero/detail/options.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/loss_scale.hpp"
 #include "zero/settings.hpp"
 
@@ -37,14 +38,21 @@ class Scaling {
     if (in_float) require_in_float(scale);
   }
 
-  /// Throws `UsageError` where the mean can't be one of fewer ranks than the world has.
-  void validate_mean_of_fewer(bool in_float) const {
+  /// Throws `UsageError` where a join's options make no sense with the settings.
+  void validate_join(const JoinOptions& join, bool in_float) const {
+    if (join.when_first_ends == JoinEnd::serve && settings_->gradients == Gradients::reduced) {
+      throw UsageError(
+          "join: a rank without input has no reduced gradients (Settings::gradients) to serve "
+          "with; "
+          "take JoinEnd::raise, or Gradients::local");
+    }
+    if (join.mean == JoinMean::all_ranks) return;
     if (settings_->gradient_scale) {
       throw UsageError(
           "join: JoinMean::ranks_with_input scales by 1/n, but Settings::gradient_scale says "
           "otherwise; leave it out, or take JoinMean::all_ranks");
     }
-    if (in_float) require_in_float(1);
+    if (in_float) require_in_float(1);  // n may be 1
   }
 
   std::optional<double> max_norm{};  ///< gradients are clipped to it

@@ -125,9 +125,10 @@ class SharedMemoryStep {
     }
     const auto ended =
         state_.agree_to_go_on([&](int r) { return peer(static_cast<std::size_t>(r)).join_word; });
+    // Where nothing will be stepped, options may differ.
     for (std::size_t r = 0; r < published.size(); ++r) {
       require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(), peer(r).options,
-                                peer(0).options);
+                                ended ? peer(r).options : peer(0).options, state_.some_serve());
     }
     if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {
