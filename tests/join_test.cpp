@@ -48,7 +48,7 @@ constexpr std::size_t nowhere = 3;          ///< parameter without a gradient
 
 Model<> make_model() {
   Model<> model;
-  for (const std::size_t elements : {31, 3, 17, 5, 40}) {
+  for (const std::size_t elements : std::array<std::size_t, 5>{31, 3, 17, 5, 40}) {
     model.emplace_back("p" + std::to_string(model.size()), std::vector<std::size_t>{elements});
   }
   ranks::draw_values(model);
@@ -367,11 +367,13 @@ TEMPLATE_LIST_TEST_CASE("JoinEnd::raise: all ranks hear in which step inputs end
           optimizer.join(
               [&] {
                 for (int batch = 0; batch < counts[r]; ++batch) step(batch);
+                optimizer.group(0).lr /= 2;  // for the step that is not taken: may differ
               },
               raise);
         } catch (const zero::InputsEnded& end) {
           ended[r][0] = end.rank();
         }
+        optimizer.group(0).lr = rule.lr;
         at_end[r] = trained(model, optimizer);
         // Bodies may catch it, and return; further steps there would be answered by nobody.
         const Failure of_join = ranks::attempt([&] {

@@ -288,6 +288,7 @@ class ZeroSharded {
   /// rank refuses (options that make no sense, an open lease, a gradient of another size), all
   /// throw `UsageError` and nothing has changed; marks must be given anew. Where gradients are
   /// checked (`Settings::finite_check`) and one is not finite on any rank, all skip the step.
+  /// Within a `join` with `JoinEnd::raise`, all throw `InputsEnded` where some rank has no input.
   Step step() {
     const bool applied = engine_->step();
     return engine_->locked([&](const auto& state) {
@@ -321,9 +322,9 @@ class ZeroSharded {
   /// was there keeps its place and state. To be called between steps. Throws `UsageError` on all
   /// ranks, and changes nothing, where the new parameters can't be used, among them those that the
   /// optimizer has already, or where gradients were marked or leased; marks must then be given
-  /// anew. The store's other parameters must be what they were. While it runs this rank's state is
-  /// held twice. What else is
-  /// thrown fails the communicator; where it came of handing over buffers, the optimizer too.
+  /// anew. The store's other parameters must be what they were. Refused within a `join`. While it
+  /// runs this rank's state is held twice. What else is thrown fails the communicator; where it
+  /// came of handing over buffers, the optimizer too.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
   /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
