@@ -25,6 +25,7 @@
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/inspect.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/lane_room.hpp"
 #include "zero/detail/policies.hpp"
@@ -35,6 +36,7 @@
 #include "zero/detail/tensor_step.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory.hpp"
 #include "zero/observer.hpp"
@@ -178,7 +180,22 @@ struct EngineState : EngineIdentity {
     });
   }
 
+  /// Whether some ranks take part in the step under way without input.
+  [[nodiscard]] bool some_serve() { return inputs.ranks < world(); }
+
   // Before the update: who has which gradients, and whether they can be stepped with.
+
+  /// Decides, from what all ranks say of their joins, whether there is a step to take; throws where
+  /// they are not in the same one. Without a value there is.
+  /// @param word_of the `JoinWord` of a rank
+  template <class F>
+  [[nodiscard]] std::optional<StepEnd> agree_to_go_on(const F& word_of) {
+    inputs = agree_on_inputs(world(), word_of);
+    if (inputs.ranks == world()) return std::nullopt;
+    if (inputs.ranks == 0) return StepEnd::no_input;
+    if (join->options().when_first_ends == JoinEnd::raise) return StepEnd::raised;
+    return std::nullopt;
+  }
 
   /// Decides, from what all ranks have, which parameters are stepped: those with a gradient on any.
   template <class F>
@@ -196,7 +213,8 @@ struct EngineState : EngineIdentity {
       stepping[i] = presence.somewhere ? 1 : 0;
     }
     findings = {};
-    scaling.begin_step();
+    const bool of_fewer = join != nullptr && join->options().mean == JoinMean::ranks_with_input;
+    scaling.begin_step(of_fewer ? inputs.ranks : world());
   }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for
@@ -378,6 +396,9 @@ struct EngineState : EngineIdentity {
   Findings findings{};                      ///< of this rank in this step; peers read it
   std::string step_refusal{};               ///< why this rank can't step; peers read it
   std::uint64_t options = 0;                ///< fingerprint of the groups' options; peers read it
+  JoinWord join_word{};                     ///< of this rank in this step; peers read it
+  JoinScope* join = nullptr;                ///< that this rank's steps are in, or none
+  Inputs inputs{};                          ///< of the step under way
   Lanes lanes{};
 
  private:
