@@ -49,8 +49,7 @@ namespace zero {
 ///  - `InputsEnded` from a step, with `JoinEnd::raise`. A body that catches it may return.
 ///    The optimizers and their communicator stay usable after both.
 ///  - Any other exception that leaves `body`: it leaves `join`, and the communicator is aborted
-///  with
-///    its text, so that the peers throw `CommunicatorError` at once.
+///    with its text, so that the peers throw `CommunicatorError` at once.
 ///
 /// Throws `UsageError` at once where an optimizer is in a join already, or has failed.
 template <class Body, class... Optimizers>
