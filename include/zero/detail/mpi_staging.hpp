@@ -19,6 +19,7 @@
 #include "zero/comm/mpi_options.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/error.hpp"
+#include "zero/memory.hpp"
 
 namespace zero::detail {
 
@@ -29,7 +30,7 @@ class MpiStaging {
   MpiStaging(std::size_t peers, std::size_t chunk_bytes)
       : peers_(peers),
         lines_((sizeof(MpiHeader) + chunk_bytes + 63) / 64),
-        memory_(new Line[lines_ * count() + notice_lines]),
+        memory_(make_lines(lines_ * count() + notice_lines)),
         requests(count(), MPI_REQUEST_NULL),
         notices(peers, MPI_REQUEST_NULL) {}
   MpiStaging(const MpiStaging&) = delete;
@@ -91,9 +92,21 @@ class MpiStaging {
   };
   static constexpr std::size_t notice_lines = notice_bytes / sizeof(Line);
 
+  struct Free {
+    std::size_t bytes = 0;
+    void operator()(Line* lines) const noexcept {
+      huge_page_resource()->deallocate(lines, bytes, alignof(Line));
+    }
+  };
+  using Lines = std::unique_ptr<Line[], Free>;
+  static Lines make_lines(std::size_t count) {
+    const std::size_t bytes = count * sizeof(Line);
+    return Lines(static_cast<Line*>(huge_page_resource()->allocate(bytes, alignof(Line))), {bytes});
+  }
+
   std::size_t peers_;
   std::size_t lines_;
-  std::unique_ptr<Line[]> memory_;
+  Lines memory_;
 
  public:
   std::vector<MPI_Request> requests;  ///< one a slot
