@@ -69,6 +69,10 @@ void Sheet::value(const std::string& part, std::string unit, Spread value,
 
 void Sheet::error(std::string what) { lines_.push_back({row_, "", {}, {}, "", std::move(what)}); }
 
+void Sheet::note(const std::string& part, std::string what) {
+  lines_.push_back({name(part), "none", {}, {}, std::move(what), ""});
+}
+
 Row::Row(std::string name, std::function<void(Sheet&)> body) {
   benchmark::RegisterBenchmark(name.c_str(),
                                [name, body](benchmark::State& state) {
@@ -105,6 +109,10 @@ void print_table() {
       print(line.name.c_str(), "", "", "", verdict(line), line.error.c_str());
       continue;
     }
+    if (line.unit == "none") {
+      print(line.name.c_str(), "", "", "", "", line.remark.c_str());
+      continue;
+    }
     const std::string spread = text(line.value.min) + " .. " + text(line.value.max);
     print(line.name.c_str(), text(line.value.median, line.unit.c_str()).c_str(), spread.c_str(),
           bound_text(line).c_str(), verdict(line), line.remark.c_str());
@@ -118,7 +126,7 @@ void write_json(const std::string& path) {
                                {"unit", line.unit.empty() ? "ratio" : line.unit}};
     if (!line.error.empty()) {
       row["error"] = line.error;
-    } else {
+    } else if (line.unit != "none") {
       row["median"] = line.value.median;
       row["min"] = line.value.min;
       row["max"] = line.value.max;

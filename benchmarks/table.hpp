@@ -49,6 +49,8 @@ class Sheet {
   void value(const std::string& part, std::string unit, Spread value, std::optional<Bound> bound,
              std::string remark);
   void error(std::string what);
+  /// A line without a value, which is no failure.
+  void note(const std::string& part, std::string what);
 
   [[nodiscard]] const std::vector<Line>& lines() const { return lines_; }
 

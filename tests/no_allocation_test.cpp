@@ -83,6 +83,30 @@ std::size_t allocations_while_stepping(int world, Stage stage, Opt rule = {},
   return allocations;
 }
 
+/// Allocations on all ranks together while rank 0, which had two batches, serves steps 4 to 6.
+template <class Comm>
+std::size_t allocations_while_serving() {
+  allocations = 0;
+  zero::run_ranks(2, [&](zero::InProcessCommunicator& in_process) {
+    Comm comm(in_process);
+    std::vector<float> values(1000, 1.0F), gradient(1000, 0.5F);
+    std::vector<zero::ParamRef<float>> store{{"p", values, gradient}};
+    zero::ZeroSharded optimizer{
+        zero::Adam{}, store, comm, zero::Stage1{}, zero::ContiguousPartition{}, zero::NoView{1024}};
+    const int batches = comm.rank() == 0 ? 2 : 6;
+    optimizer.join(
+        [&] {
+          for (int batch = 0; batch < batches; ++batch) {
+            if (batch == 3) counting = true;
+            optimizer.step();
+          }
+          if (comm.rank() != 0) counting = false;
+        },
+        {.mean = zero::JoinMean::ranks_with_input});
+  });
+  return allocations;
+}
+
 }  // namespace
 
 TEST_CASE("the counter counts") {
@@ -106,6 +130,11 @@ TEST_CASE("a step allocates nothing") {
     CHECK(allocations_while_stepping<CollectivesOnly, Half>(world, zero::Replicated{}, zero::Lamb{},
                                                             zero::BalancedPartition{}) == 0);
   }
+}
+
+TEST_CASE("serving the steps of others allocates nothing") {
+  CHECK(allocations_while_serving<zero::InProcessCommunicator>() == 0);
+  CHECK(allocations_while_serving<CollectivesOnly>() == 0);
 }
 
 TEMPLATE_TEST_CASE("whole-tensor optimizers allocate nothing", "", zero::Lamb, zero::Muon) {

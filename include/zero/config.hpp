@@ -58,3 +58,11 @@
 #else
 #define ZERO_HUGE_PAGES 0
 #endif
+
+/// Linux: a process may read the memory of another one of the same user (process_vm_readv), and
+/// map what that one made to be shared.
+#if defined(__linux__)
+#define ZERO_PROCESS_MEMORY 1
+#else
+#define ZERO_PROCESS_MEMORY 0
+#endif

@@ -24,6 +24,19 @@ class UsageError : public Error {
   using Error::Error;
 };
 
+/// A step of a `join` with `JoinEnd::raise` in which some rank has no more input. All ranks throw
+/// it in the same step, which has changed nothing; optimizers and communicator stay usable.
+class InputsEnded : public Error {
+ public:
+  /// @param rank the lowest rank that has no more input
+  InputsEnded(int rank, const std::string& what) : Error(what), rank_(rank) {}
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+
+ private:
+  int rank_;
+};
+
 /// Why an operation among ranks failed.
 enum class CommunicatorFailure : std::uint8_t {
   timeout,    ///< a rank did not arrive, or did not finish, within the timeout

@@ -15,6 +15,7 @@
 #include "zero/estimate.hpp"                         // IWYU pragma: export
 #include "zero/flat_params.hpp"                      // IWYU pragma: export
 #include "zero/float16.hpp"                          // IWYU pragma: export
+#include "zero/join.hpp"                             // IWYU pragma: export
 #include "zero/layout.hpp"                           // IWYU pragma: export
 #include "zero/math.hpp"                             // IWYU pragma: export
 #include "zero/matrix_product.hpp"                   // IWYU pragma: export

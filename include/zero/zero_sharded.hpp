@@ -23,8 +23,10 @@
 #include "zero/comm/in_process.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/engine.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/policies.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/layout.hpp"
 #include "zero/memory_report.hpp"  // IWYU pragma: export
 #include "zero/observer.hpp"
@@ -286,11 +288,20 @@ class ZeroSharded {
   /// rank refuses (options that make no sense, an open lease, a gradient of another size), all
   /// throw `UsageError` and nothing has changed; marks must be given anew. Where gradients are
   /// checked (`Settings::finite_check`) and one is not finite on any rank, all skip the step.
+  /// Within a `join` with `JoinEnd::raise`, all throw `InputsEnded` where some rank has no input.
   Step step() {
     const bool applied = engine_->step();
     return engine_->locked([&](const auto& state) {
       return Step(Outcome{applied, state.step_number, state.scaling.gradient_norm()});
     });
+  }
+
+  /// Collective: `zero::join` of this optimizer, for ranks with unlike numbers of batches; see
+  /// zero/join.hpp.
+  template <class Body>
+    requires std::invocable<Body&>
+  void join(Body&& body, const JoinOptions& options = {}) {
+    detail::join(body, options, *engine_);
   }
 
   /// From the next step on gradients are scaled down so that their norm over all parameters and
@@ -311,9 +322,9 @@ class ZeroSharded {
   /// was there keeps its place and state. To be called between steps. Throws `UsageError` on all
   /// ranks, and changes nothing, where the new parameters can't be used, among them those that the
   /// optimizer has already, or where gradients were marked or leased; marks must then be given
-  /// anew. The store's other parameters must be what they were. While it runs this rank's state is
-  /// held twice. What else is
-  /// thrown fails the communicator; where it came of handing over buffers, the optimizer too.
+  /// anew. The store's other parameters must be what they were. Refused within a `join`. While it
+  /// runs this rank's state is held twice. What else is thrown fails the communicator; where it
+  /// came of handing over buffers, the optimizer too.
   void add_param_group(std::type_identity_t<Opt> options) { engine_->append(std::move(options)); }
 
   /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
@@ -415,6 +426,8 @@ class ZeroSharded {
   [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }
 
  private:
+  friend detail::JoinAccess;
+
   template <class T>
   [[nodiscard]] const auto& lane_of() const {
     static_assert(

@@ -45,14 +45,39 @@ std::string train(Comm& comm, Policies... policies) {
   return ranks::values_of(tensors);
 }
 
-template <class T>
-std::string expected(int size) {
+/// The same where rank r has 3 + r batches, each of which weighs what the others of its step do.
+template <class Comm>
+std::string train_unevenly(Comm& comm) {
+  ranks::Model<float> tensors = model<float>();
+  zero::ZeroSharded optimizer{zero::Adam{.lr = 1e-2}, tensors, comm, zero::NoView{256},
+                              zero::Stage1{}};
+  optimizer.clip_grad_norm(5.0);
+  optimizer.join(
+      [&] {
+        for (int step = 0; step < 3 + comm.rank(); ++step) {
+          ranks::draw_gradients(tensors, comm.rank(), step);
+          optimizer.step();
+        }
+      },
+      {.mean = zero::JoinMean::ranks_with_input});
+  return ranks::values_of(tensors) + " after " + std::to_string(optimizer.steps());
+}
+
+/// What `train(comm)` gives on ranks that are threads.
+template <class Train>
+std::string in_process(int size, Train train) {
   std::string values;
   zero::run_ranks(size, [&](zero::InProcessCommunicator& comm) {
-    const std::string mine = train<T>(comm, zero::NoView{256}, zero::Stage1{});
+    const std::string mine = train(comm);
     if (comm.rank() == 0) values = mine;
   });
   return values;
+}
+
+template <class T>
+std::string expected(int size) {
+  return in_process(size,
+                    [](auto& comm) { return train<T>(comm, zero::NoView{256}, zero::Stage1{}); });
 }
 
 }  // namespace
@@ -66,4 +91,12 @@ TEST_CASE("MPI: the bits of in-process ranks", "[comm]") {
   const std::string bf16 = expected<zero::bfloat16>(comm.size());
   CHECK(train<zero::bfloat16>(comm, zero::ParamView{256}, zero::Stage1{}) == bf16);
   CHECK(train<zero::bfloat16>(comm, zero::NoView{256}, zero::Replicated{}) == bf16);
+}
+
+TEST_CASE("MPI: rank r has 3 + r batches", "[comm]") {
+  zero::MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = std::chrono::seconds(20)});
+  const std::string right =
+      in_process(comm.size(), [](auto& ranks) { return train_unevenly(ranks); });
+  CHECK(right.ends_with(" after " + std::to_string(2 + comm.size())));
+  CHECK(train_unevenly(comm) == right);
 }

@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <thread>
@@ -16,6 +18,7 @@
 #include "zero/bfloat16.hpp"
 #include "zero/comm/mpi.hpp"
 #include "zero/float16.hpp"
+#include "zero/memory.hpp"
 
 namespace {
 
@@ -39,14 +42,62 @@ TEST_CASE("MPI: conformance", "[comm]") {
   CHECK_NOTHROW(zero_test::check_once(comm));
 }
 
-TEST_CASE("MPI: conformance in small messages", "[comm]") {
+TEST_CASE("MPI: conformance in small pieces", "[comm]") {
   zero::MpiOptions small = options();
-  // As counts beyond an int are cut: into many messages, of which only few have room.
+  // As counts beyond an int are cut: into many messages, of which only few have room, or into
+  // many pieces taken out of a peer's memory.
   small.chunk_bytes = 192;
-  MpiCommunicator comm(MPI_COMM_WORLD, small);
-  CHECK_NOTHROW(zero_test::check_communicator<float>(comm));
-  CHECK_NOTHROW(zero_test::check_communicator<zero::bfloat16>(comm));
-  CHECK_NOTHROW(zero_test::check_once(comm));
+  for (const bool share : {true, false}) {
+    small.share_memory = share;
+    MpiCommunicator comm(MPI_COMM_WORLD, small);
+    CHECK_NOTHROW(zero_test::check_communicator<float>(comm));
+    CHECK_NOTHROW(zero_test::check_communicator<zero::bfloat16>(comm));
+    CHECK_NOTHROW(zero_test::check_once(comm));
+  }
+}
+
+TEST_CASE("MPI: what lies in shared memory is read where it lies", "[comm]") {
+  MpiCommunicator comm(MPI_COMM_WORLD, options());
+  const auto memory = comm.shared_memory();
+  if (memory == nullptr) {
+    WARN("ranks don't see each other's memory here: not tested");
+    return;
+  }
+  const std::size_t k = zero_test::world_size(comm), me = zero_test::own_rank(comm);
+  constexpr std::size_t n = 70'001;
+  const auto at = [](std::size_t r, std::size_t i) { return static_cast<float>(r * 1000 + i % 7); };
+  zero::HostArray<float> mine(n, memory.get()), all(k * n, memory.get());
+  for (std::size_t i = 0; i < n; ++i) mine.data()[i] = at(me, i);
+
+  comm.all_gather(std::span<const float>(mine.span()), all.span()).wait();
+  bool right = true;
+  for (std::size_t i = 0; i < k * n; ++i) right = right && all.data()[i] == at(i / n, i % n);
+  CHECK(right);
+
+  comm.reduce_scatter(std::span<const float>(all.span()), mine.span()).wait();
+  for (std::size_t i = 0; i < n; ++i) {
+    right = right && mine.data()[i] == static_cast<float>(k) * at(me, i);
+  }
+  CHECK(right);
+
+  const std::uint64_t address = reinterpret_cast<std::uintptr_t>(mine.data());
+  std::vector<std::uint64_t> addresses(k);
+  comm.exchange(std::as_bytes(std::span(&address, 1)), std::as_writable_bytes(std::span(addresses)))
+      .wait();
+  for (std::size_t r = 0; r < k; ++r) {
+    const int rank = static_cast<int>(r);
+    const std::byte* there = comm.peer_memory(rank, addresses[r], n * sizeof(float));
+    REQUIRE(there != nullptr);
+    std::vector<float> seen(n);
+    std::memcpy(seen.data(), there, n * sizeof(float));
+    for (std::size_t i = 0; i < n; ++i) {
+      right = right && seen[i] == static_cast<float>(k) * at(r, i);
+    }
+    const int elsewhere = 0;
+    CHECK(comm.peer_memory(rank, reinterpret_cast<std::uintptr_t>(&elsewhere), 1) == nullptr);
+  }
+  CHECK(right);
+  comm.barrier().wait();
 }
 
 TEST_CASE("MPI: a borrowed communicator, its copies, and an owner's", "[comm]") {

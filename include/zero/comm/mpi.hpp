@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <memory_resource>
 #include <span>
 #include <string>
 #include <string_view>
@@ -119,6 +120,19 @@ class MpiCommunicatorRef {
   }
   /// MPI's own handle. Communicate over a duplicate of it, not over it.
   [[nodiscard]] MPI_Comm native_handle() const noexcept { return state_->comm(); }
+
+  /// A resource whose memory all ranks read where it lies, rather than be sent it; null, on all
+  /// ranks, where some can't: on several hosts, where the system forbids it, without
+  /// `MpiOptions::share_memory`, and for a borrowed `MPI_Comm`.
+  [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> shared_memory() const noexcept {
+    return state_->shared_memory();
+  }
+  /// Where `bytes` that `rank` has at `address` of such memory lie in this process; null where they
+  /// are no such memory. They stay there as long as this communicator, whatever the peer does.
+  [[nodiscard]] const std::byte* peer_memory(int rank, std::uint64_t address,
+                                             std::size_t bytes) const noexcept {
+    return state_->peer_memory(static_cast<std::size_t>(rank), address, bytes);
+  }
 
   template <Element T>
   [[nodiscard]] MpiRequest all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum) {
@@ -223,7 +237,9 @@ class MpiCommunicator : public MpiCommunicatorRef {
   /// Duplicates `comm`; collective over it. Throws `UsageError` where MPI may not be called, and
   /// `CommunicatorError` where a rank doesn't come within the timeout.
   explicit MpiCommunicator(MPI_Comm comm, const MpiOptions& options = {})
-      : MpiCommunicatorRef(duplicate(comm, options), true, options) {}
+      : MpiCommunicatorRef(duplicate(comm, options), true, options) {
+    state()->meet_peers();
+  }
 
   MpiCommunicator(MpiCommunicator&&) noexcept = default;
   MpiCommunicator& operator=(MpiCommunicator&& other) noexcept {
@@ -262,7 +278,9 @@ class MpiCommunicator : public MpiCommunicatorRef {
     MPI_Comm comm;
   };
   MpiCommunicator(Adopted adopted, const MpiOptions& options)
-      : MpiCommunicatorRef(adopted.comm, true, options) {}
+      : MpiCommunicatorRef(adopted.comm, true, options) {
+    state()->meet_peers();
+  }
 
   static MPI_Comm duplicate(MPI_Comm comm, const MpiOptions& options) {
     detail::require_comm(comm, "MpiCommunicator");

@@ -28,6 +28,9 @@ struct MpiOptions {
   /// A communicator keeps memory for four messages a peer. Its use is independent of counts, which
   /// may be beyond MPI's `int`.
   std::size_t chunk_bytes = 0;
+  /// Ranks of one host take large payloads straight out of each other's memory where the system
+  /// lets them (Linux: process_vm_readv); an owning communicator finds out when it is made.
+  bool share_memory = true;
 };
 
 }  // namespace zero

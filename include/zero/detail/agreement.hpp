@@ -178,13 +178,16 @@ inline void require_same_optimizer(int rank, std::uint64_t theirs, std::uint64_t
 }
 
 /// The same on all ranks, given what each of them said.
+/// @param some_serve whether some ranks of a join have no input
 inline void require_agreement_to_step(int rank, const char* text, std::uint64_t options,
-                                      std::uint64_t options_of_rank_0) {
+                                      std::uint64_t options_of_rank_0, bool some_serve) {
   if (*text == '\0') {
     if (options == options_of_rank_0) return;
-    text =
-        "its groups' options differ from rank 0's, or its clip_grad_norm does; set the same on all "
-        "ranks";
+    text = some_serve
+               ? "its groups' options differ from rank 0's, or its clip_grad_norm does; what "
+                 "a join's body changes, JoinOptions::before_serving must change alike"
+               : "its groups' options differ from rank 0's, or its clip_grad_norm does; set "
+                 "the same on all ranks";
   }
   throw AgreedRefusal("rank " + std::to_string(rank) +
                       " refused the step, so no rank took it and nothing has changed: " + text);

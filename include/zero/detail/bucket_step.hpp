@@ -18,6 +18,7 @@
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/bucket_traffic.hpp"
 #include "zero/detail/findings.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
@@ -32,6 +33,7 @@ namespace zero::detail {
 struct StepMessage {
   Topic topic;
   Text refusal;           ///< why the rank can't step, or empty
+  JoinWord join;          ///< of the join that it steps in
   std::uint64_t options;  ///< fingerprint of all groups
   std::uint64_t identity;
 };
@@ -96,7 +98,7 @@ class BucketStep {
   void drain() {
     if (!reduces_buckets()) return;
     while (next_launch_ < launches_.size()) start_next_reduce();
-    for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+    finish_traffic();
   }
 
   /// Prepares for the layout, which is new or has grown. Nothing may be on its way.
@@ -109,23 +111,27 @@ class BucketStep {
 
   /// Buckets go through the communicator: reductions were started as gradients became ready, each
   /// bucket is updated once its sum is there, and gathered while the next is updated. Where sums
-  /// must be looked at first, all reductions end before the first update. Returns whether the step
-  /// was applied.
-  bool step(const std::string& refusal, bool& updating) {
+  /// must be looked at first, all reductions end before the first update.
+  StepEnd step(const std::string& refusal, bool& updating) {
     const bool reduces = reduces_buckets();
     while (reduces && next_launch_ < launches_.size()) start_next_reduce();
+    std::optional<StepEnd> ended;
     try {
-      exchange_presence(refusal);
+      ended = exchange_presence(refusal);
     } catch (const AgreedRefusal&) {
-      for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
+      finish_traffic();
       throw;
+    }
+    if (ended) {
+      finish_traffic();
+      return *ended;
     }
     const bool looks = state_.scaling.looks_first();
     if (looks) {
       look_at_all();
       if (!state_.scaling.decide(exchange_findings())) {
-        for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
-        return false;
+        finish_traffic();
+        return StepEnd::skipped;
       }
     }
     if (looks || !reduces || launches_.empty()) state_.begin_update(updating);
@@ -145,13 +151,17 @@ class BucketStep {
         }
       });
     }
-    for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
-    return true;
+    finish_traffic();
+    return StepEnd::applied;
   }
 
  private:
   [[nodiscard]] bool reduces_buckets() {
     return state_.world() > 1 && state_.settings.gradients == Gradients::local;
+  }
+
+  void finish_traffic() {
+    for_each_lane_and_traffic([](auto&, auto& traffic) { traffic->finish_all(); });
   }
 
   /// Launches are finished in the order in which they were started.
@@ -221,7 +231,7 @@ class BucketStep {
   template <class Lane, class Traffic>
   void make_traffic(Lane& lane, std::optional<Traffic>& traffic) {
     traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
-                    state_.settings.memory);
+                    state_.memory_for_peers(), state_.settings.memory);
   }
 
   void prepare_traffic() {
@@ -260,9 +270,10 @@ class BucketStep {
     }
   }
 
-  /// Tells the others what this rank has, or why it refuses.
-  void exchange_presence(const std::string& refusal) {
-    const StepMessage mine{Topic::step, to_text(refusal), state_.options, state_.identity};
+  /// Tells the others what this rank has, or why it refuses. Returns what `agree_to_go_on` does.
+  [[nodiscard]] std::optional<StepEnd> exchange_presence(const std::string& refusal) {
+    const StepMessage mine{Topic::step, to_text(refusal), state_.join_word, state_.options,
+                           state_.identity};
     std::memcpy(message_.data(), &mine, sizeof mine);
     std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
@@ -286,11 +297,15 @@ class BucketStep {
     for (int r = 0; r < state_.world(); ++r) {
       require_same_optimizer(r, head(r).identity, state_.identity);
     }
+    const auto ended = state_.agree_to_go_on([&](int r) { return head(r).join; });
+    // Where nothing will be stepped, options may differ.
     const std::uint64_t options_of_rank_0 = head(0).options;
     for (int r = 0; r < state_.world(); ++r) {
       const StepMessage theirs = head(r);
-      require_agreement_to_step(r, theirs.refusal.data(), theirs.options, options_of_rank_0);
+      require_agreement_to_step(r, theirs.refusal.data(), theirs.options,
+                                ended ? theirs.options : options_of_rank_0, state_.some_serve());
     }
+    if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {
       typename State::Presence presence{false, true};
       for (int r = 0; r < state_.world(); ++r) {
@@ -301,6 +316,7 @@ class BucketStep {
       }
       return presence;
     });
+    return std::nullopt;
   }
 
   State& state_;

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <type_traits>
@@ -39,12 +41,15 @@ class BucketTraffic {
   static constexpr bool sums_here = Room::sums_here;
 
  public:
+  /// @param sent where what peers read is allocated
+  /// @param memory for what they don't
   BucketTraffic(Lane& lane, const Layout<Partition>& layout, Comm& comm, bool poison,
-                std::pmr::memory_resource* memory)
+                std::shared_ptr<std::pmr::memory_resource> sent, std::pmr::memory_resource* memory)
       : lane_(&lane),
         layout_(&layout),
         comm_(&comm),
         poison_(poison),
+        sent_(std::move(sent)),
         sum_begin_(layout.buckets(lane.index)) {
     std::size_t mine = 0;
     for (std::size_t b = 0; b < sum_begin_.size(); ++b) {
@@ -55,7 +60,7 @@ class BucketTraffic {
     ring_.resize(room.flights);
     const auto ranks = static_cast<std::size_t>(comm.size());
     for (Flight& flight : ring_) {
-      flight.buffer = HostArray<T>(room.buffer, memory);
+      flight.buffer = HostArray<T>(room.buffer, sent_.get());
       flight.received = HostArray<T>(room.received, memory);
       flight.counts.resize(ranks);
       if (sums_here) flight.own_counts.resize(ranks);
@@ -318,6 +323,7 @@ class BucketTraffic {
   const Layout<Partition>* layout_;
   Comm* comm_;
   bool poison_;
+  std::shared_ptr<std::pmr::memory_resource> sent_;
   std::vector<std::size_t> sum_begin_;
   std::vector<Flight> ring_;
   std::vector<const T*> sources_{};

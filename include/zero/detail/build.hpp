@@ -11,6 +11,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <memory_resource>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -380,8 +381,15 @@ class Builder {
                    const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
     const Interval all{0, room_of(lane, map).arena()};
+    struct Kept {  // parameters may outlive the communicator
+      std::shared_ptr<std::pmr::memory_resource> memory;
+      HostArray<T> array;
+    };
+    const std::shared_ptr<std::pmr::memory_resource> memory = state_.memory_for_peers();
     const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
-      arena = std::make_shared<HostArray<T>>(all.size(), state_.settings.memory);
+      auto kept = std::make_shared<Kept>(Kept{memory, HostArray<T>(all.size(), memory.get())});
+      HostArray<T>* const array = &kept->array;
+      arena = std::shared_ptr<HostArray<T>>(std::move(kept), array);
       if (!state_.settings.poison_padding) return;
       poison(arena->span());
       for (const Fragment& f : map.fragments(lane.index, all)) {

@@ -22,10 +22,12 @@
 #include "zero/detail/engine_state.hpp"
 #include "zero/detail/fingerprint.hpp"
 #include "zero/detail/hash.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/marks.hpp"
 #include "zero/detail/shared_memory_step.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/layout.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/settings.hpp"
@@ -59,6 +61,7 @@ class Engine {
   std::span<T> begin_lease(std::size_t i, bool& adds) {
     const std::scoped_lock lock(mutex_);
     require_usable();
+    require_open_join("gradient");
     require_trainable(i, "gradient");
     const std::span<T> memory = gradient_memory<T>(state_.parameters[i].leader, "gradient");
     adds = !marks_.begin_lease(i);  // not the first on it
@@ -74,6 +77,7 @@ class Engine {
     const char* verb = mark == Mark::ready ? "mark_ready" : "mark_absent";
     const std::scoped_lock lock(mutex_);
     require_usable();
+    require_open_join(verb);
     require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
@@ -87,31 +91,30 @@ class Engine {
   }
 
   /// Whether it was applied.
-  bool step() {
+  bool step() { return take_step() == StepEnd::applied; }
+
+  // The verbs of `detail::join`.
+
+  void enter_join(JoinScope& scope) {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    bool updating = false;
-    bool applied = false;
-    try {
-      const std::string refusal = finish_marks();
-      if (state_.world() > 1) {
-        applied = way_.step(refusal, updating);
-      } else {
-        if (!refusal.empty()) throw AgreedRefusal(refusal);
-        applied = step_alone(updating);
-      }
-    } catch (const AgreedRefusal&) {
-      forget_round(false);
-      throw;
-    } catch (const std::exception& error) {
-      give_up(error.what(), updating);
-      throw;
-    } catch (...) {
-      give_up("an exception that is no std::exception", updating);
-      throw;
+    if (state_.join != nullptr) {
+      throw UsageError(
+          "join: this optimizer is in a join already; name each optimizer once, and "
+          "don't nest joins");
     }
-    forget_round(true);
-    return applied;
+    state_.join = &scope;
+  }
+  void leave_join() noexcept {
+    const std::scoped_lock lock(mutex_);
+    state_.join = nullptr;
+  }
+  /// A step without input. Returns false where no rank has any, and nothing was stepped.
+  bool serve() { return take_step() != StepEnd::no_input; }
+  /// This rank can't go on, and the peers must learn why.
+  void abandon_join(const char* why) noexcept {
+    const std::scoped_lock lock(mutex_);
+    give_up("a join", why, false);
   }
 
   /// While accumulating, marks mean nothing yet.
@@ -155,11 +158,15 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
+    if (state_.join != nullptr) {
+      refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
+    }
     or_give_up(false, [&] { way_.drain(); });
     try {
       or_give_up(false,
                  [&] { Builder<State>(state_).append(std::move(options), std::move(refusal)); });
     } catch (const AgreedRefusal&) {
+      close_join();
       forget_round(false);
       throw;
     }
@@ -213,6 +220,12 @@ class Engine {
                        "new one. The failure: " +
                        (failure_.empty() ? "an exception without a text" : failure_));
     }
+  }
+  void require_open_join(const char* verb) const {
+    if (state_.join != nullptr) state_.join->require_open(verb);
+  }
+  void close_join() noexcept {
+    if (state_.join != nullptr) state_.join->close();
   }
   /// The caller's container may have changed behind the optimizer's back. One that has grown is on
   /// its way to add_param_group, unless it is stepped.
@@ -282,26 +295,60 @@ class Engine {
     } catch (const AgreedRefusal&) {
       throw;
     } catch (const std::exception& error) {
-      give_up(error.what(), halfway);
+      give_up("a step", error.what(), halfway);
       throw;
     } catch (...) {
-      give_up("an exception that is no std::exception", halfway);
+      give_up("a step", "an exception that is no std::exception", halfway);
       throw;
     }
   }
 
-  bool step_alone(bool& updating) {
+  StepEnd take_step() {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    require_open_join("step");
+    bool updating = false;
+    StepEnd end = StepEnd::applied;
+    try {
+      const std::string refusal = finish_marks();
+      end = state_.world() > 1 ? way_.step(refusal, updating) : step_alone(refusal, updating);
+    } catch (const AgreedRefusal&) {
+      close_join();
+      forget_round(false);
+      throw;
+    } catch (const std::exception& error) {
+      give_up("a step", error.what(), updating);
+      throw;
+    } catch (...) {
+      give_up("a step", "an exception that is no std::exception", updating);
+      throw;
+    }
+    forget_round(end == StepEnd::applied || end == StepEnd::skipped);
+    if (end == StepEnd::raised) {
+      close_join();
+      throw InputsEnded(state_.inputs.first_ended,
+                        "step: rank " + std::to_string(state_.inputs.first_ended) +
+                            " has no more input, and JoinEnd::raise ends the join there. Step " +
+                            std::to_string(state_.step_number + 1) +
+                            " was not taken on any rank, and nothing has changed");
+    }
+    return end;
+  }
+
+  StepEnd step_alone(const std::string& refusal, bool& updating) {
+    if (!refusal.empty()) throw AgreedRefusal(refusal);
+    if (const auto end = state_.agree_to_go_on([&](int) { return state_.join_word; })) return *end;
     state_.agree_on_presence([&](std::size_t i) {
       const bool here = state_.present[i] != 0;
       return typename State::Presence{here, here};
     });
     if (state_.scaling.looks_first()) {
       state_.look_at_own_gradients();
-      if (!state_.scaling.decide(state_.findings)) return false;
+      if (!state_.scaling.decide(state_.findings)) return StepEnd::skipped;
     }
     state_.begin_update(updating);
     state_.update_from_own_gradients();
-    return true;
+    return StepEnd::applied;
   }
 
   /// Checks a gradient and `notes` where it lies; false where there is none.
@@ -325,15 +372,30 @@ class Engine {
         });
   }
 
-  /// Takes what was not marked as it lies in the caller's memory. Returns why this rank can't step,
-  /// or nothing.
+  /// Whether this step has input on this rank. Throws where its join makes no sense.
+  bool has_input() {
+    if (state_.join == nullptr) return true;
+    state_.scaling.validate_join(state_.join->options(), State::in_float);
+    if (!state_.join->input_ended()) return true;
+    if (marks_.any()) {
+      throw UsageError(
+          "join: the body ended with gradients marked for a step that it did not take; step each "
+          "batch that it begins");
+    }
+    return false;
+  }
+
+  /// Takes what was not marked as it lies in the caller's memory, unless this rank has no input.
+  /// Returns why this rank can't step, or nothing.
   std::string finish_marks() {
+    state_.join_word = state_.join == nullptr ? JoinWord{} : state_.join->word();
     try {
       if (accumulating_) {
         throw UsageError(
             "step: still accumulating; end the scope that accumulate() returned first");
       }
       marks_.require_no_lease();
+      const bool takes = has_input();
       for (std::size_t g = 0; g < state_.groups.size(); ++g) {
         try {
           zero::validate(state_.groups[g]);
@@ -350,7 +412,7 @@ class Engine {
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (!state_.steps_alone(i)) continue;
         require_unmoved(i);
-        if (!marks_.whole(i)) record_gradient(i, "step");
+        if (takes && !marks_.whole(i)) record_gradient(i, "step");
       }
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
@@ -368,19 +430,20 @@ class Engine {
 
   /// After a failure that the peers don't share: they learn of it at once, and none of them reads
   /// this rank's memory any more.
-  void give_up(const char* why, bool halfway) noexcept {
+  void give_up(const char* what, const char* why, bool halfway) noexcept {
     if (halfway) {
       failed_ = true;
     } else {
       forget_round(false);
     }
     if (state_.world() > 1) {
-      way_.give_up();
+      // In this order: unfinished requests give a reason of their own when they are dropped.
       try {
-        state_.comm().abort("a step failed: " + std::string(why));
+        state_.comm().abort(what + (" failed: " + std::string(why)));
       } catch (...) {  // no memory for words
         state_.comm().abort("");
       }
+      way_.give_up();
     }
     try {
       if (halfway) failure_ = why;

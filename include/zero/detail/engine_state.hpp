@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <string>
@@ -23,6 +25,7 @@
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/inspect.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/lane_room.hpp"
 #include "zero/detail/policies.hpp"
@@ -33,7 +36,9 @@
 #include "zero/detail/tensor_step.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/layout.hpp"
+#include "zero/memory.hpp"
 #include "zero/observer.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
@@ -101,6 +106,16 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int world() { return comm().size(); }
   [[nodiscard]] int rank() { return comm().rank(); }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
+  /// Where what peers read is allocated: where they can read it without being sent it, if the
+  /// communicator offers such memory and the user asked for no other.
+  [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> memory_for_peers() {
+    if constexpr (SharedMemoryProvider<communicator_type>) {
+      if (settings.memory == huge_page_resource()) {
+        if (auto memory = comm().shared_memory()) return memory;
+      }
+    }
+    return {std::shared_ptr<void>(), settings.memory};  // which is the user's to keep
+  }
   /// What only this rank throws its peers must learn of.
   template <class F>
   void construct_or_abort(F&& body) {
@@ -165,7 +180,22 @@ struct EngineState : EngineIdentity {
     });
   }
 
+  /// Whether some ranks take part in the step under way without input.
+  [[nodiscard]] bool some_serve() { return inputs.ranks < world(); }
+
   // Before the update: who has which gradients, and whether they can be stepped with.
+
+  /// Decides, from what all ranks say of their joins, whether there is a step to take; throws where
+  /// they are not in the same one. Without a value there is.
+  /// @param word_of the `JoinWord` of a rank
+  template <class F>
+  [[nodiscard]] std::optional<StepEnd> agree_to_go_on(const F& word_of) {
+    inputs = agree_on_inputs(world(), word_of);
+    if (inputs.ranks == world()) return std::nullopt;
+    if (inputs.ranks == 0) return StepEnd::no_input;
+    if (join->options().when_first_ends == JoinEnd::raise) return StepEnd::raised;
+    return std::nullopt;
+  }
 
   /// Decides, from what all ranks have, which parameters are stepped: those with a gradient on any.
   template <class F>
@@ -183,7 +213,8 @@ struct EngineState : EngineIdentity {
       stepping[i] = presence.somewhere ? 1 : 0;
     }
     findings = {};
-    scaling.begin_step();
+    const bool of_fewer = join != nullptr && join->options().mean == JoinMean::ranks_with_input;
+    scaling.begin_step(of_fewer ? inputs.ranks : world());
   }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for
@@ -365,6 +396,9 @@ struct EngineState : EngineIdentity {
   Findings findings{};                      ///< of this rank in this step; peers read it
   std::string step_refusal{};               ///< why this rank can't step; peers read it
   std::uint64_t options = 0;                ///< fingerprint of the groups' options; peers read it
+  JoinWord join_word{};                     ///< of this rank in this step; peers read it
+  JoinScope* join = nullptr;                ///< that this rank's steps are in, or none
+  Inputs inputs{};                          ///< of the step under way
   Lanes lanes{};
 
  private:

@@ -96,7 +96,8 @@ struct MpiHeader {
   std::uint32_t unused = 0;
   std::array<char, 24> name{};
   std::array<char, 16> element{};
-  std::array<char, 16> padding{};
+  std::uint64_t address = 0;  ///< where those lie, for a receiver that takes them; 0: they follow
+  std::array<char, 8> padding{};
 };
 static_assert(sizeof(MpiHeader) == 128 && std::is_trivially_copyable_v<MpiHeader>);
 
@@ -220,6 +221,13 @@ class MpiPlan {
     const bool two =
         op_->kind == InProcessKind::all_reduce || op_->kind == InProcessKind::broadcast;
     return two && !small_ && size_ > 1 ? 2 : 1;
+  }
+
+  /// Whether some pair may have more than `bytes` for each other, as all ranks see it.
+  [[nodiscard]] bool moves_more_than(std::size_t bytes) const noexcept {
+    if (op_->native != MpiNativeSum::none) return false;
+    return op_->kind == InProcessKind::all_to_all_v ||  // whose sums differ
+           std::max(op_->input_count, op_->output_count) * op_->element_bytes > bytes;
   }
 
   [[nodiscard]] bool reduces(unsigned round) const noexcept {

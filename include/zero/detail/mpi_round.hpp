@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
 /// One rank's part of one round of messages: cuts shares into messages, moves them through the
-/// slots, and reduces or stores what arrives. Never blocks.
+/// slots, and reduces or stores what arrives. Large shares between ranks of one host don't travel:
+/// the sender's one message says where they lie, and the receiver takes them from there; a last,
+/// empty round then tells each rank that its buffers are its own again. Never blocks.
 #pragma once
 
 #include <mpi.h>
@@ -15,7 +17,9 @@
 #include <string>
 #include <vector>
 
+#include "zero/detail/mpi_native_reduction.hpp"
 #include "zero/detail/mpi_operation.hpp"
+#include "zero/detail/mpi_peer_memory.hpp"
 #include "zero/detail/mpi_staging.hpp"
 
 namespace zero::detail {
@@ -36,6 +40,7 @@ class MpiRound {
         rank_(rank),
         size_(size),
         chunk_bytes_(chunk_bytes),
+        sent_bytes_(std::min(most_sent_bytes, chunk_bytes)),
         staging_(size - 1, chunk_bytes),
         peers_(size - 1),
         arrived_(staging_.count()),
@@ -43,12 +48,21 @@ class MpiRound {
         statuses_(staging_.count()),
         sources_(size),
         typed_sources_(size),
-        native_counts_(size) {
+        native_(comm, rank, size) {
     // Everybody begins behind itself, so that not all send to one rank at a time.
     for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i].rank = (rank + 1 + i) % size;
   }
 
   [[nodiscard]] MpiStaging& staging() noexcept { return staging_; }
+
+  /// From now on takes large shares straight out of the memory of some peers, as these do here.
+  /// @param direct by rank; the same of both sides
+  /// @param any whether there are two such ranks at all
+  void take_from(const MpiPeerMemory& memory, std::span<const std::uint8_t> direct, bool any) {
+    memory_ = &memory;
+    any_direct_ = any;
+    for (Peer& peer : peers_) peer.direct = direct[peer.rank] != 0;
+  }
 
   void begin(const MpiOperation& operation, std::uint64_t sequence, unsigned round) noexcept {
     op_ = &operation;
@@ -56,7 +70,9 @@ class MpiRound {
     piece_ = element == 0 ? chunk_bytes_ : chunk_bytes_ / element * element;
     const MpiPlan plan(operation, rank_, size_, piece_);
     header_ = header_of(operation, sequence, round, chunk_bytes_);
-    last_ = round + 1 == plan.rounds();
+    const unsigned rounds = plan.rounds();
+    const bool closing = round == rounds;  // all have taken what they need
+    last_ = round + 1 >= rounds && (closing || !any_direct_ || !plan.moves_more_than(sent_bytes_));
     if (round == 0) plan.copy_own();
     reduces_ = plan.reduces(round);
     reduced_ = reductions_ = 0;
@@ -66,23 +82,24 @@ class MpiRound {
     }
     unfinished_ = reductions_;
     for (Peer& peer : peers_) {
-      peer.share = plan.share(round, peer.rank);
-      peer.sends = messages(peer.share.send_bytes);
-      peer.receives = messages(peer.share.receive_bytes);
-      peer.sent = peer.received = peer.consumed = 0;
+      peer.share = closing ? MpiShare{} : plan.share(round, peer.rank);
+      peer.lends = peer.direct && peer.share.send_bytes > sent_bytes_;
+      peer.takes = peer.direct && peer.share.receive_bytes > sent_bytes_;
+      peer.sends = peer.lends ? 1 : messages(peer.share.send_bytes);
+      peer.receives = peer.takes ? 1 : messages(peer.share.receive_bytes);
+      peer.sent = peer.received = peer.consumed = peer.taken = 0;
+      peer.address = 0;
       unfinished_ += peer.sends + peer.receives;
+      if (peer.takes && !reduces_) ++unfinished_;
     }
-    native_ = last_ && size_ > 1 && operation.native != MpiNativeSum::none;
-    native_at_ = 0;
-    native_end_ = 0;
-    if (native_) begin_native();
+    if (last_) native_.begin(operation, plan, piece_);
   }
 
   /// The operation that was begun lies elsewhere now.
   void moved(const MpiOperation& operation) noexcept { op_ = &operation; }
 
   [[nodiscard]] bool is_last() const noexcept { return last_; }
-  [[nodiscard]] bool over() const noexcept { return unfinished_ == 0 && !native_; }
+  [[nodiscard]] bool over() const noexcept { return unfinished_ == 0 && native_.over(); }
 
   /// Does what can be done without waiting; whether that was anything.
   bool advance() {
@@ -90,10 +107,12 @@ class MpiRound {
     if (unfinished_ != 0) {
       moved = post();
       if (!test(moved)) return false;
-      if (reduces_ && reduce()) moved = true;
-      if (moved && !post_again()) return false;
+      if (reduces_ ? reduce() : take_payloads()) moved = true;
+      if (trouble_ || (moved && !post_again())) return false;
     }
-    if (unfinished_ == 0 && native_) moved = advance_native() || moved;
+    if (unfinished_ != 0 || native_.over()) return moved;
+    const MpiPlan plan(*op_, rank_, size_, piece_);
+    if (!succeeded(native_.call(), native_.advance(*op_, plan, staging_, moved))) return false;
     return moved;
   }
 
@@ -123,7 +142,18 @@ class MpiRound {
     MpiShare share{};
     std::size_t sends = 0, sent = 0;                       // messages
     std::size_t receives = 0, received = 0, consumed = 0;  // `received`: asked for
+    bool direct = false;                                   // one that this rank may read
+    bool lends = false, takes = false;                     // the share, rather than sends it
+    std::uint64_t address = 0;                             // of what is taken, once known
+    std::size_t taken = 0;                                 // bytes
   };
+
+  /// Shares of so many bytes or fewer travel in messages, whose latency counts for more than a
+  /// copy; so do those that fit into one. (A small all_reduce relies on it: its ranks overwrite
+  /// what they have sent.)
+  static constexpr std::size_t most_sent_bytes = std::size_t{64} << 10U;
+  /// So many are taken before the next look at what else there is.
+  static constexpr std::size_t taken_bytes = std::size_t{4} << 20U;
 
   [[nodiscard]] std::size_t messages(std::size_t bytes) const noexcept {
     return bytes == 0 ? 1 : (bytes - 1) / piece_ + 1;
@@ -158,7 +188,9 @@ class MpiRound {
         if (staging_.requests[slot] != MPI_REQUEST_NULL) break;
         header_.pair_bytes = peer.share.send_bytes;
         header_.offset = peer.sent * piece_;
-        const std::size_t bytes = std::min(piece_, peer.share.send_bytes - header_.offset);
+        header_.address = peer.lends ? reinterpret_cast<std::uintptr_t>(peer.share.from) : 0;
+        const std::size_t bytes =
+            peer.lends ? 0 : std::min(piece_, peer.share.send_bytes - header_.offset);
         std::memcpy(staging_.slot(slot), &header_, sizeof header_);
         if (bytes != 0) {
           std::memcpy(staging_.payload(slot), peer.share.from + header_.offset, bytes);
@@ -213,7 +245,7 @@ class MpiRound {
     // A message of other origin or size is told by a header that can't be right.
     MpiHeader header;
     if (bytes >= sizeof header) std::memcpy(&header, staging_.slot(slot), sizeof header);
-    const std::size_t left = header.pair_bytes - header.offset;
+    const std::size_t left = header.address != 0 ? 0 : header.pair_bytes - header.offset;
     if (bytes < sizeof header || header.offset > header.pair_bytes ||
         bytes - sizeof header != std::min(left, piece_)) {
       header.magic = 0;
@@ -232,13 +264,19 @@ class MpiRound {
       std::memcpy(&theirs, staging_.slot(slot), sizeof theirs);
       const std::size_t offset = message * piece_;
       if (theirs.magic != MpiHeader::magic_number || !agree(header_, theirs) ||
-          theirs.pair_bytes != peer.share.receive_bytes || theirs.offset != offset) {
+          theirs.pair_bytes != peer.share.receive_bytes || theirs.offset != offset ||
+          (theirs.address != 0) != peer.takes) {
         trouble_ = MpiTrouble{.peer = static_cast<int>(peer.rank),
                               .theirs = theirs,
                               .expected_bytes = peer.share.receive_bytes};
         return false;
       }
       arrived_[slot] = 2;  // checked
+      if (peer.takes) {
+        peer.address = theirs.address;
+        release(peer);
+        continue;
+      }
       if (reduces_) continue;
       const std::size_t bytes = std::min(piece_, peer.share.receive_bytes - offset);
       // Past the caches where all messages together are too much for them.
@@ -252,6 +290,34 @@ class MpiRound {
     return true;
   }
 
+  /// Takes some of what peers have in their memory; whether that was anything.
+  bool take_payloads() {
+    bool moved = false;
+    for (Peer& peer : peers_) {
+      if (peer.address == 0) continue;
+      const std::size_t bytes = std::min(taken_bytes, peer.share.receive_bytes - peer.taken);
+      if (!take_bytes(peer, peer.taken, peer.share.into + peer.taken, bytes)) return false;
+      moved = true;
+      peer.taken += bytes;
+      if (peer.taken < peer.share.receive_bytes) continue;
+      peer.address = 0;
+      --unfinished_;
+    }
+    return moved;
+  }
+
+  bool take_bytes(const Peer& peer, std::size_t offset, std::byte* into, std::size_t bytes) {
+    if (const std::byte* const there = memory_->find(peer.rank, peer.address + offset, bytes)) {
+      copy_elements(there, bytes, into);
+      return true;
+    }
+    const int error = memory_->read(peer.rank, peer.address + offset, into, bytes);
+    if (error == 0) return true;
+    trouble_ = MpiTrouble{.peer = static_cast<int>(peer.rank),
+                          .text = std::generic_category().message(error)};
+    return false;
+  }
+
   void release(Peer& peer) noexcept {
     arrived_[slot_of_next(peer)] = 0;
     ++peer.consumed;
@@ -259,97 +325,72 @@ class MpiRound {
   }
 
   /// Reduces each piece that has come from everybody.
-  bool reduce() noexcept {
+  bool reduce() {
     bool moved = false;
-    for (; reduced_ < reductions_; ++reduced_, moved = true) {
+    const std::size_t all = reduction_.count * op_->element_bytes;
+    while (reduced_ < reductions_) {
       const std::size_t offset = reduced_ * piece_;
+      for (const Peer& peer : peers_) {
+        if (peer.takes ? peer.address == 0 : arrived_[slot_of_next(peer)] != 2) return moved;
+      }
+      // What is read where it lies needs no room, so pieces may be of the size to be streamed.
+      const std::size_t pieces = std::min(lies_open(offset, all - offset), reductions_ - reduced_);
+      const std::size_t bytes = std::min(pieces * piece_, all - offset);
       sources_[rank_] = reduction_.own + offset;
       for (const Peer& peer : peers_) {
-        const std::size_t slot = slot_of_next(peer);
-        if (arrived_[slot] != 2) return moved;
-        sources_[peer.rank] = staging_.payload(slot);
+        if (!source(peer, offset, bytes)) return false;
       }
-      const std::size_t bytes = std::min(piece_, reduction_.count * op_->element_bytes - offset);
       if (bytes != 0) {
         op_->reducer(sources_, bytes / op_->element_bytes, reduction_.out + offset, op_->reduce,
                      typed_sources_.data());
       }
-      for (Peer& peer : peers_) release(peer);
-      --unfinished_;
+      for (Peer& peer : peers_) {
+        if (!peer.takes) release(peer);
+      }
+      unfinished_ -= pieces;
+      reduced_ += pieces;
+      moved = true;
     }
     return moved;
   }
 
-  // MPI's own sums: pieces of the buffers, through the slots' memory, one at a time. -------------
-
-  void begin_native() noexcept {
-    const MpiPlan plan(*op_, rank_, size_, piece_);
-    if (op_->kind == InProcessKind::all_reduce) {
-      native_end_ = op_->input_count * op_->element_bytes;
-    } else {
-      for (std::size_t r = 0; r < size_; ++r) {
-        native_end_ = std::max(native_end_, plan.reduced_slice(r).bytes);
-      }
+  /// How many pieces may be reduced at once.
+  [[nodiscard]] std::size_t lies_open(std::size_t offset, std::size_t bytes) const noexcept {
+    for (const Peer& peer : peers_) {
+      if (!peer.takes || memory_->find(peer.rank, peer.address + offset, bytes) == nullptr)
+        return 1;
     }
-    if (native_end_ == 0) native_ = false;
+    return peers_.empty() ? 1 : std::max<std::size_t>(2 * streamed_bytes / piece_, 1);
   }
 
-  [[nodiscard]] std::size_t native_bytes(std::size_t whole) const noexcept {
-    return native_at_ >= whole ? 0 : std::min(piece_, whole - native_at_);
-  }
-
-  bool advance_native() {
-    const MpiPlan plan(*op_, rank_, size_, piece_);
-    const bool scatters = op_->kind != InProcessKind::all_reduce;
-    const auto* const input = static_cast<const std::byte*>(op_->input);
-    auto* const output = static_cast<std::byte*>(op_->output);
-    if (staging_.native == MPI_REQUEST_NULL) {
-      const MPI_Datatype type = op_->native == MpiNativeSum::float32 ? MPI_FLOAT : MPI_DOUBLE;
-      std::byte* to = staging_.sending();
-      if (!scatters) {
-        const std::size_t bytes = native_bytes(native_end_);
-        std::memcpy(to, input + native_at_, bytes);
-        return succeeded(
-            "MPI_Iallreduce",
-            MPI_Iallreduce(to, staging_.receiving(), static_cast<int>(bytes / op_->element_bytes),
-                           type, MPI_SUM, comm_, &staging_.native));
-      }
-      for (std::size_t r = 0; r < size_; ++r) {
-        const MpiPlan::Slice slice = plan.reduced_slice(r);
-        const std::size_t bytes = native_bytes(slice.bytes);
-        if (bytes != 0) std::memcpy(to, input + slice.begin + native_at_, bytes);
-        to += bytes;
-        native_counts_[r] = static_cast<int>(bytes / op_->element_bytes);
-      }
-      return succeeded(
-          "MPI_Ireduce_scatter",
-          MPI_Ireduce_scatter(staging_.sending(), staging_.receiving(), native_counts_.data(), type,
-                              MPI_SUM, comm_, &staging_.native));
+  /// Sets where a peer's piece is read.
+  bool source(const Peer& peer, std::size_t offset, std::size_t bytes) {
+    // What is taken has the room of a message that such a peer doesn't send.
+    const std::size_t slot =
+        peer.takes ? staging_.receive_slot(index_of(peer), 1) : slot_of_next(peer);
+    sources_[peer.rank] = staging_.payload(slot);
+    if (!peer.takes) return true;
+    if (const std::byte* const there = memory_->find(peer.rank, peer.address + offset, bytes)) {
+      sources_[peer.rank] = there;
+      return true;
     }
-    int done = 0;
-    if (!succeeded("MPI_Test", MPI_Test(&staging_.native, &done, MPI_STATUS_IGNORE))) return false;
-    if (done == 0) return false;
-    const std::size_t whole = scatters ? plan.reduced_slice(rank_).bytes : native_end_;
-    if (const std::size_t bytes = native_bytes(whole); bytes != 0) {
-      std::memcpy(output + native_at_, staging_.receiving(), bytes);
-    }
-    native_at_ += piece_;
-    native_ = native_at_ < native_end_;
-    return true;
+    return take_bytes(peer, offset, staging_.payload(slot), bytes);
   }
 
   MPI_Comm comm_;
   std::size_t rank_;
   std::size_t size_;
   std::size_t chunk_bytes_;
+  std::size_t sent_bytes_;
   MpiStaging staging_;
+  const MpiPeerMemory* memory_ = nullptr;
+  bool any_direct_ = false;
   std::vector<Peer> peers_;
   std::vector<char> arrived_;  // by slot: 0 not, 1 arrived, 2 checked too
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
   std::vector<const void*> sources_;
   std::vector<const void*> typed_sources_;  // room in which a reducer keeps pointers of its type
-  std::vector<int> native_counts_;
 
   const MpiOperation* op_ = nullptr;
   MpiHeader header_{};
@@ -359,8 +400,7 @@ class MpiRound {
   bool reduces_ = false;
   MpiPlan::Reduction reduction_{};
   std::size_t reductions_ = 0, reduced_ = 0;
-  bool native_ = false;
-  std::size_t native_at_ = 0, native_end_ = 0;  // bytes of every slice
+  MpiNativeReduction native_;
   std::optional<MpiTrouble> trouble_{};
 };
 

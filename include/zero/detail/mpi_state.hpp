@@ -17,7 +17,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <memory_resource>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -28,6 +32,7 @@
 #include "zero/comm/mpi_options.hpp"
 #include "zero/detail/mpi_environment.hpp"
 #include "zero/detail/mpi_operation.hpp"
+#include "zero/detail/mpi_peer_memory.hpp"
 #include "zero/detail/mpi_round.hpp"
 #include "zero/error.hpp"
 
@@ -60,6 +65,45 @@ class MpiState {
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] const MpiOptions& options() const noexcept { return options_; }
   [[nodiscard]] MPI_Comm comm() const noexcept { return comm_; }
+
+  /// Collective, before any other operation: finds out which peers' memory can be read. Throws
+  /// `CommunicatorError`.
+  void meet_peers() {
+    if (size_ == 1) return;
+    char host[MPI_MAX_PROCESSOR_NAME] = "";
+    int length = 0;
+    MPI_Get_processor_name(host, &length);
+    memory_.emplace(std::string_view(host, static_cast<std::size_t>(length)),
+                    options_.share_memory);
+    std::vector<MpiProcessCard> cards(size_);
+    exchange(std::as_bytes(std::span(&memory_->card(), 1)),
+             std::as_writable_bytes(std::span(cards)));
+    const std::vector<std::uint8_t> ways = memory_->meet(cards);
+    std::vector<std::uint8_t> all(size_ * size_);
+    exchange(std::as_bytes(std::span(ways)), std::as_writable_bytes(std::span(all)));
+    std::vector<std::uint8_t> direct(size_);
+    bool any = false;
+    shares_memory_ = true;
+    for (std::size_t r = 0; r < size_; ++r) {
+      for (std::size_t s = 0; s < size_; ++s) {
+        const std::uint8_t both = all[r * size_ + s] & all[s * size_ + r];
+        if (r == rank_) direct[s] = both & MpiPeerMemory::readable;
+        any = any || (r != s && (both & MpiPeerMemory::readable) != 0);
+        shares_memory_ = shares_memory_ && (both & MpiPeerMemory::mapped) != 0;
+      }
+    }
+    round_.take_from(*memory_, direct, any);
+  }
+
+  /// What is allocated there all peers see; null, on all ranks, where they can't.
+  [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> shared_memory() const noexcept {
+    return shares_memory_ ? memory_->segment() : nullptr;
+  }
+  /// Where `bytes` that `rank` has at `address`, allocated there, lie here.
+  [[nodiscard]] const std::byte* peer_memory(std::size_t rank, std::uint64_t address,
+                                             std::size_t bytes) const noexcept {
+    return shares_memory_ ? memory_->find(rank, address, bytes) : nullptr;
+  }
 
   /// The operation's sequence number. Throws `UsageError`, or `CommunicatorError` where poisoned.
   std::uint64_t start(const MpiOperation& operation) {
@@ -183,6 +227,10 @@ class MpiState {
 
   // Operations ----------------------------------------------------------------------------------
 
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
+    wait(start(mpi_operation<void>(exchange_operation(mine, all), size_, false)), options_.timeout);
+  }
+
   [[nodiscard]] MpiOperation& operation_at(std::uint64_t sequence) noexcept {
     return operations_[sequence & (operations_.size() - 1)];
   }
@@ -265,6 +313,17 @@ class MpiState {
   }
 
   void poison_trouble(const MpiTrouble& trouble) noexcept {
+    if (trouble.peer >= 0 && !trouble.theirs) {
+      // One that has failed has said why before it let go of its memory.
+      if (look_quietly()) return;
+      const auto peer = static_cast<std::size_t>(trouble.peer);
+      poison(CommunicatorFailure::rank_left, peer, [&] {
+        return "rank " + std::to_string(rank_) + " can't read the memory of rank " +
+               std::to_string(peer) + " (" + trouble.text +
+               "): its process has ended, or freed what it lent to an operation under way";
+      });
+      return;
+    }
     if (trouble.peer < 0) {
       poison(CommunicatorFailure::transport, rank_, [&] {
         return "rank " + std::to_string(rank_) + ": MPI reported an error: " + trouble.text;
@@ -375,6 +434,8 @@ class MpiState {
   const std::size_t size_;
   MPI_Errhandler former_errhandler_ = MPI_ERRHANDLER_NULL;
 
+  std::optional<MpiPeerMemory> memory_{};
+  bool shares_memory_ = false;  // every rank has mapped every other's segment
   MpiRound round_;
   std::vector<MpiOperation> operations_;  // by sequence number modulo its size, a power of two
   std::uint64_t next_ = 0;                // the sequence number of the next operation

@@ -12,6 +12,7 @@
 #include "zero/detail/findings.hpp"
 #include "zero/detail/options.hpp"
 #include "zero/error.hpp"
+#include "zero/join_options.hpp"
 #include "zero/loss_scale.hpp"
 #include "zero/settings.hpp"
 
@@ -33,20 +34,25 @@ class Scaling {
       throw UsageError("Settings::gradient_scale is " + number_text(scale) +
                        "; it must be a finite number");
     }
-    if (in_float) require_in_float(scale, 1);
-    if (!settings_->loss_scale) return;
-    const LossScale& loss = *settings_->loss_scale;
-    loss.validate();
-    if (is_dynamic() && settings_->finite_check == FiniteCheck::never) {
+    if (settings_->loss_scale) validate_loss_scale();
+    if (in_float) require_in_float(scale);
+  }
+
+  /// Throws `UsageError` where a join's options make no sense with the settings.
+  void validate_join(const JoinOptions& join, bool in_float) const {
+    if (join.when_first_ends == JoinEnd::serve && settings_->gradients == Gradients::reduced) {
       throw UsageError(
-          "a dynamic loss scale learns from skipped steps, but FiniteCheck::never skips none; use "
-          "where_needed, or LossScale::fixed");
+          "join: a rank without input has no reduced gradients (Settings::gradients) to serve "
+          "with; "
+          "take JoinEnd::raise, or Gradients::local");
     }
-    if (!in_float) return;
-    require_in_float(scale, loss.scale);
-    if (!is_dynamic()) return;
-    require_in_float(scale, loss.minimum);
-    require_in_float(scale, loss.maximum);
+    if (join.mean == JoinMean::all_ranks) return;
+    if (settings_->gradient_scale) {
+      throw UsageError(
+          "join: JoinMean::ranks_with_input scales by 1/n, but Settings::gradient_scale says "
+          "otherwise; leave it out, or take JoinMean::all_ranks");
+    }
+    if (in_float) require_in_float(1);  // n may be 1
   }
 
   std::optional<double> max_norm{};  ///< gradients are clipped to it
@@ -69,8 +75,10 @@ class Scaling {
     return max_norm.has_value() || checks(some_16_bits);
   }
 
-  void begin_step() {
+  /// @param ranks how many the mean is taken over: all, or those of a join that have input
+  void begin_step(int ranks) {
     gradient_norm_.reset();
+    of_sums_now_ = ranks == world_ ? of_sums() : 1.0 / ranks;
     of_step_ = unclipped();
   }
 
@@ -102,6 +110,25 @@ class Scaling {
   }
 
  private:
+  void validate_loss_scale() const {
+    settings_->loss_scale->validate();
+    if (is_dynamic() && settings_->finite_check == FiniteCheck::never) {
+      throw UsageError(
+          "a dynamic loss scale learns from skipped steps, but FiniteCheck::never skips none; use "
+          "where_needed, or LossScale::fixed");
+    }
+  }
+
+  /// With all loss scales that there may be.
+  void require_in_float(double scale) const {
+    require_in_float(scale, 1);
+    if (!settings_->loss_scale) return;
+    const LossScale& loss = *settings_->loss_scale;
+    require_in_float(scale, loss.scale);
+    if (!is_dynamic()) return;
+    require_in_float(scale, loss.minimum);
+    require_in_float(scale, loss.maximum);
+  }
   static void require_in_float(double scale, double divisor) {
     const double factor = std::abs(scale / divisor);
     const bool fits = factor <= double{std::numeric_limits<float>::max()} &&
@@ -122,11 +149,12 @@ class Scaling {
   [[nodiscard]] bool is_dynamic() const {
     return settings_->loss_scale && settings_->loss_scale->is_dynamic();
   }
-  [[nodiscard]] double unclipped() const { return of_sums() / loss_scale_; }
+  [[nodiscard]] double unclipped() const { return of_sums_now_ / loss_scale_; }
 
   const Settings* settings_;
   int world_;
   double loss_scale_ = 1;
+  double of_sums_now_ = 1;  ///< `of_sums` of the step under way
   int applied_in_a_row_ = 0;
   double of_step_ = 1;
   std::optional<double> gradient_norm_{};

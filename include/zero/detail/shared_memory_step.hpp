@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/denormals.hpp"
 #include "zero/detail/findings.hpp"
+#include "zero/detail/join_scope.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/lane_room.hpp"
 #include "zero/detail/streamed_copy.hpp"
@@ -39,17 +41,23 @@ class SharedMemoryStep {
 
   /// Every rank reads its peers' gradients, sums and updates its own slices in one pass, and copies
   /// the others' slices from where they were updated. Where sums must be looked at first, it is two
-  /// passes with what all ranks found between them. Returns whether the step was applied.
-  bool step(const std::string& refusal, bool& updating) {
+  /// passes with what all ranks found between them.
+  StepEnd step(const std::string& refusal, bool& updating) {
     state_.step_refusal = refusal;
     auto entered = state_.comm().meet("step", shown());
     const std::span<const void* const> published = entered.peers();
+    std::optional<StepEnd> ended;
     try {
-      agree(published);
+      ended = agree(published);
     } catch (const AgreedRefusal&) {
       entered.leave();
       entered.wait();
       throw;
+    }
+    if (ended) {
+      entered.leave();
+      entered.wait();
+      return *ended;
     }
     const bool local = state_.settings.gradients == Gradients::local;
     const bool looks = state_.scaling.looks_first();
@@ -85,7 +93,7 @@ class SharedMemoryStep {
       found.wait();
       if (!applies) {
         entered.wait();
-        return false;
+        return StepEnd::skipped;
       }
     }
     if constexpr (State::Stage::shards_state) {
@@ -95,7 +103,7 @@ class SharedMemoryStep {
       updated.wait();
     }
     entered.wait();
-    return true;
+    return StepEnd::applied;
   }
 
  private:
@@ -108,17 +116,21 @@ class SharedMemoryStep {
     return static_cast<const State&>(identity_of(published));
   }
 
-  /// Throws `UsageError` on all ranks or on none.
-  void agree(std::span<const void* const> published) {
+  /// Throws `UsageError` on all ranks or on none. Returns what `agree_to_go_on` does.
+  [[nodiscard]] std::optional<StepEnd> agree(std::span<const void* const> published) {
     const auto peer = [&](std::size_t r) -> const State& { return state_of(published[r]); };
     for (std::size_t r = 0; r < published.size(); ++r) {
       require_same_optimizer(static_cast<int>(r), identity_of(published[r]).identity,
                              state_.identity);
     }
+    const auto ended =
+        state_.agree_to_go_on([&](int r) { return peer(static_cast<std::size_t>(r)).join_word; });
+    // Where nothing will be stepped, options may differ.
     for (std::size_t r = 0; r < published.size(); ++r) {
       require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(), peer(r).options,
-                                peer(0).options);
+                                ended ? peer(r).options : peer(0).options, state_.some_serve());
     }
+    if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {
       typename State::Presence presence{false, true};
       for (std::size_t r = 0; r < published.size(); ++r) {
@@ -128,6 +140,7 @@ class SharedMemoryStep {
       }
       return presence;
     });
+    return std::nullopt;
   }
 
   bool decide(std::span<const void* const> published) {

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Which peers' memory this process can read, and how it does.
+///
+/// Ranks of one host take what they need out of their peers' buffers: one copy, by the kernel, and
+/// no message but a header that says where. The kernel checks every address, so that a peer which
+/// has died or freed its memory makes for an error and never for a crash. What a peer keeps in its
+/// shared segment is read where it lies.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <span>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include "zero/config.hpp"
+#include "zero/detail/hash.hpp"
+#include "zero/detail/shared_segment.hpp"
+
+#if ZERO_PROCESS_MEMORY
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#endif
+
+namespace zero::detail {
+
+/// How a process is found by those of its host. Shown to all peers.
+struct MpiProcessCard {
+  std::uint64_t host = 0;     ///< the same in processes that may see each other; 0: in none
+  std::int64_t process = 0;   ///< its number there
+  std::uint64_t address = 0;  ///< where it keeps its secret
+  std::uint64_t secret = 0;
+  SharedSegment::Card segment{};
+};
+
+class MpiPeerMemory {
+ public:
+  // What can be done with a peer's memory.
+  static constexpr std::uint8_t readable = 1;  ///< all of it read
+  static constexpr std::uint8_t mapped = 2;    ///< its segment seen
+
+  /// @param host_name MPI's; network namespaces of one machine may be hosts of their own
+  MpiPeerMemory(std::string_view host_name, bool allowed) {
+    if (!allowed) return;
+#if ZERO_PROCESS_MEMORY
+    Hash host;
+    host.add(host_name.data(), host_name.size());
+    std::string boot, space;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    std::error_code none;
+    space = std::filesystem::read_symlink("/proc/self/ns/pid", none).string();
+    if (boot.empty() || space.empty()) return;
+    host.add(boot.data(), boot.size());
+    host.add(space.data(), space.size());
+    std::random_device random;
+    secret_ = std::uint64_t{random()} << 32U | random();
+    segment_ = SharedSegment::make();
+    card_ = {host.value(), ::getpid(), reinterpret_cast<std::uintptr_t>(&secret_), secret_,
+             segment_ ? segment_->card() : SharedSegment::Card{}};
+#else
+    (void)host_name;
+#endif
+  }
+  MpiPeerMemory(const MpiPeerMemory&) = delete;
+  MpiPeerMemory& operator=(const MpiPeerMemory&) = delete;
+
+#if ZERO_PROCESS_MEMORY
+  ~MpiPeerMemory() {
+    for (const Peer& peer : peers_) {
+      if (peer.memory != nullptr) ::munmap(peer.memory, peer.segment.bytes);
+    }
+  }
+#endif
+
+  [[nodiscard]] const MpiProcessCard& card() const noexcept { return card_; }
+  /// Where peers that map it find what is allocated; null where there is none.
+  [[nodiscard]] const std::shared_ptr<SharedSegment>& segment() const noexcept { return segment_; }
+
+  /// Tries each peer; by rank, what can be done with its memory (with the own one too).
+  [[nodiscard]] std::vector<std::uint8_t> meet(std::span<const MpiProcessCard> cards) {
+    std::vector<std::uint8_t> ways(cards.size(), std::uint8_t{0});
+    peers_.reserve(cards.size());
+    for (std::size_t r = 0; r < cards.size(); ++r) {
+      peers_.push_back({cards[r].process, cards[r].segment, nullptr});
+      if (card_.host == 0 || cards[r].host != card_.host) continue;
+      std::uint64_t secret = 0;
+      if (read(r, cards[r].address, &secret, sizeof secret) == 0 && secret == cards[r].secret) {
+        ways[r] |= readable;
+      }
+      if (map(peers_[r])) ways[r] |= mapped;
+    }
+    return ways;
+  }
+
+  /// Where `bytes` at `address` of `rank`'s segment lie here; null where they aren't in it.
+  [[nodiscard]] const std::byte* find(std::size_t rank, std::uint64_t address,
+                                      std::size_t bytes) const noexcept {
+    const Peer& peer = peers_[rank];
+    if (peer.memory == nullptr || address < peer.segment.begin) return nullptr;
+    const std::uint64_t offset = address - peer.segment.begin;
+    if (offset > peer.segment.bytes || peer.segment.bytes - offset < bytes) return nullptr;
+    return peer.memory + offset;
+  }
+
+  /// Copies out of `rank`'s memory. 0, or an `errno`.
+  [[nodiscard]] int read(std::size_t rank, std::uint64_t address, void* into,
+                         std::size_t bytes) const noexcept {
+#if ZERO_PROCESS_MEMORY
+    auto* to = static_cast<char*>(into);
+    while (bytes != 0) {
+      const iovec local{to, bytes};
+      const iovec remote{reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)), bytes};
+      const ssize_t read =
+          ::process_vm_readv(static_cast<pid_t>(peers_[rank].process), &local, 1, &remote, 1, 0);
+      if (read <= 0) return read < 0 ? errno : EFAULT;
+      to += read;
+      address += static_cast<std::uint64_t>(read);
+      bytes -= static_cast<std::size_t>(read);
+    }
+    return 0;
+#else
+    (void)rank, (void)address, (void)into, (void)bytes;
+    return -1;
+#endif
+  }
+
+ private:
+  struct Peer {
+    std::int64_t process;
+    SharedSegment::Card segment;
+    std::byte* memory;  ///< its segment, here
+  };
+
+  static bool map(Peer& peer) {
+#if ZERO_PROCESS_MEMORY
+    if (peer.segment.file < 0) return false;
+    // Another user's, or hidden: it can't be opened.
+    const std::string name =
+        "/proc/" + std::to_string(peer.process) + "/fd/" + std::to_string(peer.segment.file);
+    const int file = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    peer.memory = SharedSegment::map(file, peer.segment.bytes, PROT_READ);
+    ::close(file);
+    if (peer.memory == nullptr) return false;
+    std::uint64_t secret = 0;
+    std::memcpy(&secret, peer.memory, sizeof secret);
+    if (secret == peer.segment.secret) return true;
+    ::munmap(peer.memory, peer.segment.bytes);
+    peer.memory = nullptr;
+#else
+    (void)peer;
+#endif
+    return false;
+  }
+
+  std::uint64_t secret_ = 0;
+  std::shared_ptr<SharedSegment> segment_{};
+  MpiProcessCard card_{};
+  std::vector<Peer> peers_{};  // by rank
+};
+
+}  // namespace zero::detail
