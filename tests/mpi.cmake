@@ -30,3 +30,23 @@ if(zero_mpiexec MATCHES "Open MPI|OpenRTE")
   set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 120  # sleeps, mostly
     ENVIRONMENT "${zero_mpi_environment}")
 endif()
+
+# Of the examples. The mean of what the two ranks see is 3; each sees 2 or 4.
+if(TARGET mpi_example)
+  add_test(NAME example.mpi
+    COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} 2 ${MPIEXEC_PREFLAGS}
+            $<TARGET_FILE:mpi_example> ${MPIEXEC_POSTFLAGS})
+  set_tests_properties(example.mpi PROPERTIES LABELS "examples;mpi" TIMEOUT 120 PROCESSORS 2
+    ENVIRONMENT "${zero_mpi_environment}"
+    PASS_REGULAR_EXPRESSION "the same weights on all ranks: 3\\.00")
+  zero_label(mpi mpi_example)
+endif()
+if(TARGET bert AND ZERO_MPI_EXAMPLES AND "adam" IN_LIST ZERO_BERT_OPTIMIZERS AND "lamb" IN_LIST ZERO_BERT_OPTIMIZERS)
+  add_test(NAME bert_mpi
+    COMMAND ${CMAKE_COMMAND} -D BERT=$<TARGET_FILE:bert> -D MPIEXEC=${MPIEXEC_EXECUTABLE}
+            -D NUMPROC_FLAG=${MPIEXEC_NUMPROC_FLAG} -D WORK_DIR=${CMAKE_CURRENT_BINARY_DIR}/bert_mpi
+            -D TEXT=${PROJECT_SOURCE_DIR}/LICENSE -P ${CMAKE_CURRENT_LIST_DIR}/bert/mpi.cmake)
+  set_tests_properties(bert_mpi PROPERTIES LABELS "bert;mpi" TIMEOUT 120 PROCESSORS 2
+    ENVIRONMENT "${zero_mpi_environment}")
+  zero_label(mpi bert)
+endif()

@@ -5,15 +5,15 @@ namespace bert {
 
 namespace {
 
-template <class T, class Partition, class View>
+template <class T, class Partition, class View, Over over = Over::threads>
 Combination with() {
-  return combination<zero::AdamW, T, Partition, View>("adamw");
+  return combination<zero::AdamW, T, Partition, View, over>("adamw");
 }
 
 }  // namespace
 
 std::vector<Combination> adamw_combinations() {
-  return {with<float, zero::ContiguousPartition, zero::ParamView>(),
+  return {with<float, zero::ContiguousPartition, zero::ParamView, Over::processes_too>(),
           with<float, zero::BalancedPartition, zero::NoView>(),
           with<zero::bfloat16, zero::ContiguousPartition, zero::ParamView>()};
 }

@@ -4,6 +4,7 @@
 //
 //     bert                                              the demo: mini, on the licence texts
 //     bert --model large --synthetic --steps 5          BERT-large, two ranks: 16 GB
+//     mpirun -n 2 --bind-to none bert --communicator mpi    ranks that are processes
 //     bert --help
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <fstream>
@@ -30,6 +32,7 @@
 #include "input_error.hpp"
 #include "options.hpp"
 #include "process_memory.hpp"
+#include "processes.hpp"
 #include "report.hpp"
 #include "text.hpp"
 #include "trace.hpp"
@@ -42,7 +45,9 @@ static_assert(std::atomic<bool>::is_always_lock_free);
 
 extern "C" void interrupt(int) {
   interrupted = true;
-  std::signal(SIGINT, SIG_DFL);  // the second ends the program
+  // The second ends the program.
+  std::signal(SIGINT, SIG_DFL);
+  std::signal(SIGTERM, SIG_DFL);
 }
 
 /// What batches are made of, and what has to stay for them.
@@ -100,72 +105,179 @@ void show_progress(const bert::Options& options, const bert::RunReport& run) {
   std::fflush(stdout);
 }
 
-int run(int argc, char** argv) {
-  std::optional<bert::Options> parsed = bert::parse(argc, argv);
-  if (!parsed) return 0;
-  bert::Options& options = *parsed;
-  if (options.describe) {
-    for (const bert::Head head : {bert::Head::masked_lm, bert::Head::pooler}) {
-      std::fputs(bert::describe(options.model, head).c_str(), stdout);
-    }
-    return 0;
+/// Makes the ranks those that a launcher started. Throws `InputError` where that is not what the
+/// command line says.
+void settle_ranks(bert::Options& options, const bert::Processes& processes) {
+  using bert::InputError;
+  const int launched = bert::launched_processes();
+  const std::string started = "mpirun started " + std::to_string(launched) + " processes";
+  if (options.communicator == bert::Ranks::in_process) {
+    if (launched <= 1) return;
+    throw InputError(
+        started + ", each of which would train on its own: add --communicator mpi" +
+        (bert::Processes::compiled() ? "" : ", which needs a bert that was built with MPI"));
   }
-  const bert::Combination& combination = bert::choose(options);
-  const Data data = load(options);
-  bert::require_memory(options, combination, bert::available_bytes(), bert::address_space_left());
-  require_writable("--json", options.json);
-  require_writable("--trace", options.trace);
+  const int size = processes.size();
+  if (launched > 1 && launched != size) {
+    throw InputError(started + ", but MPI knows of " + std::to_string(size) +
+                     ": start bert by the mpirun of the MPI that it was built with");
+  }
+  if (options.ranks_given && options.ranks != size) {
+    throw InputError("--ranks " + std::to_string(options.ranks) + ": over MPI each process is a " +
+                     "rank, and there are " + std::to_string(size) +
+                     "; leave --ranks out, or give mpirun -n " + std::to_string(options.ranks));
+  }
+  options.ranks = size;
+}
+
+struct Plan {
+  const bert::Combination* combination;
+  Data data;
+};
+
+/// Throws `InputError` for all that can be seen before training.
+Plan plan(bert::Options& options, const bert::Processes& processes) {
+  settle_ranks(options, processes);
+  Plan plan{&bert::choose(options), load(options)};
+  const auto available = bert::available_bytes(), address_space = bert::address_space_left();
+  if (options.communicator == bert::Ranks::mpi) {
+    const std::vector<int> self{processes.rank()};
+    bert::require_memory(options, *plan.combination, available, {}, processes.ranks_of_host());
+    bert::require_memory(options, *plan.combination, {}, address_space, self);
+  } else {
+    bert::require_memory(options, *plan.combination, available, address_space);
+  }
+  if (processes.rank() == 0) {
+    require_writable("--json", options.json);
+    require_writable("--trace", options.trace);
+  }
   if (!options.json.empty() && options.json == options.trace) {
     throw bert::InputError("--json and --trace name the same file; name two");
   }
+  return plan;
+}
 
-  std::fputs(bert::describe(options.model, bert::Head::masked_lm).c_str(), stdout);
-  std::printf(
-      "data: %s\n%d x %zu sequences of %zu tokens a step (ranks x batch); %s, %s, partition %s, "
-      "bucket view %s\n\n",
-      options.data.c_str(), options.ranks, options.batch, options.sequence,
-      options.optimizer.c_str(), options.precision.c_str(), options.partition.c_str(),
-      options.bucket_view.c_str());
-
-  if (std::signal(SIGINT, interrupt) == SIG_IGN) std::signal(SIGINT, SIG_IGN);  // as with nohup
-  std::vector<bert::RunReport> runs;
-  std::vector<std::vector<bert::Recorder>> recorders;
-  for (const bool sharded : bert::modes_of(options)) {
-    bert::Job job{&options, data.source.get(), &interrupted};
-    job.progress = [&](const bert::RunReport& report) { show_progress(options, report); };
-    if (!options.trace.empty()) {
-      // Three spans a step, and three a bucket; there are about as many as the bytes make.
-      const std::size_t bytes = combination.estimate(options, sharded, 0).parameters;
-      const std::size_t spans = options.steps * (3 + 3 * (bytes / options.bucket_bytes + 2));
-      std::vector<bert::Recorder>& of_mode = recorders.emplace_back();
-      of_mode.reserve(static_cast<std::size_t>(options.ranks));
-      for (int rank = 0; rank < options.ranks; ++rank) {
-        of_mode.emplace_back(std::min<std::size_t>(spans, 1U << 20));
-      }
-      job.recorders = &of_mode;
-    }
-    runs.push_back(combination.train(job, sharded));
-    for (int rank = 0; rank < options.ranks; ++rank) {
-      runs.back().estimated.push_back(combination.estimate(options, sharded, rank));
-    }
-    if (interrupted) break;
+/// Has `act` done, and returns what it refused.
+template <class Act>
+std::string refusal_of(Act&& act) {
+  try {
+    act();
+  } catch (const bert::InputError& error) {
+    return error.what();
+  } catch (const zero::UsageError& error) {  // options that make no sense, say a negative rate
+    return error.what();
   }
-  std::printf("\n%s", bert::tables(options, runs).c_str());
+  return "";
+}
+
+/// A run and its spans, by rank, where they are asked for.
+struct Run {
+  bert::RunReport report;
+  std::vector<bert::Recorder> recorders;
+};
+
+Run train(const bert::Options& options, const Plan& plan, bert::Processes& processes,
+          bool sharded) {
+  const bool over_mpi = options.communicator == bert::Ranks::mpi;
+  const bert::Combination& combination = *plan.combination;
+  Run run;
+  bert::Job job{&options, plan.data.source.get(), &interrupted};
+  job.progress = [&](const bert::RunReport& report) { show_progress(options, report); };
   if (!options.trace.empty()) {
-    std::vector<bert::Track> tracks;
-    for (std::size_t m = 0; m < runs.size(); ++m) {
-      for (std::size_t r = 0; r < recorders[m].size(); ++r) {
-        tracks.push_back({runs[m].mode, "rank " + std::to_string(r), &recorders[m][r]});
-      }
+    // Three spans a step, and three a bucket; there are about as many as the bytes make.
+    const std::size_t bytes = combination.estimate(options, sharded, 0).parameters;
+    const std::size_t spans = options.steps * (3 + 3 * (bytes / options.bucket_bytes + 2));
+    const int ranks = over_mpi ? 1 : options.ranks;
+    run.recorders.reserve(static_cast<std::size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) {
+      run.recorders.emplace_back(std::min<std::size_t>(spans, 1U << 20));
     }
-    bert::write_trace(options.trace, tracks);
+    job.recorders = &run.recorders;
   }
-  if (!options.json.empty()) bert::write_json(options, runs);
-  if (interrupted) {
-    std::printf("interrupted after %zu of %zu steps\n", runs.back().losses.size(), options.steps);
-    return 130;
+  run.report = over_mpi ? combination.train_over_mpi(job, sharded, processes.communicator())
+                        : combination.train(job, sharded);
+  if (over_mpi && job.recorders != nullptr) processes.gather(run.recorders);
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    run.report.estimated.push_back(combination.estimate(options, sharded, rank));
   }
-  return runs.size() == 2 && !bert::same_bits(runs[0], runs[1]) ? 1 : 0;
+  return run;
+}
+
+void write_trace(const std::filesystem::path& path, const std::vector<Run>& runs) {
+  std::vector<bert::Track> tracks;
+  for (const Run& run : runs) {
+    for (std::size_t r = 0; r < run.recorders.size(); ++r) {
+      tracks.push_back({run.report.mode, "rank " + std::to_string(r), &run.recorders[r]});
+    }
+  }
+  bert::write_trace(path, tracks);
+}
+
+int run(int argc, char** argv, bert::Processes& processes) {
+  // So that what is wrong is said once.
+  if (bert::launched_processes() > 1 && bert::Processes::compiled()) processes.begin();
+  std::optional<bert::Options> parsed;
+  const std::string misread = refusal_of([&] {
+    parsed = bert::parse(argc, argv, processes.rank() == 0);
+    if (parsed && parsed->communicator == bert::Ranks::mpi) processes.begin();
+  });
+  processes.connect(parsed ? parsed->timeout : bert::Options{}.timeout);
+  processes.agree(misread);
+  if (!parsed) return 0;
+  bert::Options& options = *parsed;
+  const bool speaks = processes.rank() == 0;
+  if (options.describe) {
+    for (const bert::Head head : {bert::Head::masked_lm, bert::Head::pooler}) {
+      if (speaks) std::fputs(bert::describe(options.model, head).c_str(), stdout);
+    }
+    return 0;
+  }
+  std::optional<Plan> planned;
+  processes.agree(refusal_of([&] { planned = plan(options, processes); }));
+
+  if (speaks) {
+    std::fputs(bert::describe(options.model, bert::Head::masked_lm).c_str(), stdout);
+    std::printf(
+        "data: %s\n%d x %zu sequences of %zu tokens a step (ranks x batch); %s, %s, partition %s, "
+        "bucket view %s\n\n",
+        options.data.c_str(), options.ranks, options.batch, options.sequence,
+        options.optimizer.c_str(), options.precision.c_str(), options.partition.c_str(),
+        options.bucket_view.c_str());
+  }
+  if (std::signal(SIGINT, interrupt) == SIG_IGN) std::signal(SIGINT, SIG_IGN);  // as with nohup
+  // What mpirun makes of Ctrl-C.
+  if (options.communicator == bert::Ranks::mpi) std::signal(SIGTERM, interrupt);
+  std::vector<Run> runs;
+  processes.agree(refusal_of([&] {
+    for (const bool sharded : bert::modes_of(options)) {
+      runs.push_back(train(options, *planned, processes, sharded));
+      if (runs.back().report.interrupted) break;  // on all ranks, as they have agreed
+    }
+  }));
+  std::vector<bert::RunReport> reports;
+  for (const Run& run : runs) reports.push_back(run.report);
+  const bert::RunReport& last = reports.back();
+  if (speaks) {
+    std::printf("\n%s", bert::tables(options, reports).c_str());
+    if (!options.trace.empty()) write_trace(options.trace, runs);
+    if (!options.json.empty()) bert::write_json(options, reports);
+    if (last.interrupted) {
+      std::printf("interrupted after %zu of %zu steps\n", last.losses.size(), options.steps);
+    }
+  }
+  if (last.interrupted) return 130;
+  return reports.size() == 2 && !bert::same_bits(reports[0], reports[1]) ? 1 : 0;
+}
+
+/// Ends a process by what not all share. Peers may be gone, and MPI_Finalize would wait for them.
+int fail(bert::Processes& processes, const char* why) {
+  std::fprintf(stderr, "bert: %s\n", why);
+  if (processes.begun()) {
+    processes.abort(why);
+    std::fflush(nullptr);
+    std::_Exit(1);
+  }
+  return 1;
 }
 
 }  // namespace
@@ -175,21 +287,18 @@ int main(int argc, char** argv) {
   // Large arrays go back to the system when they are freed, so that what is resident is what lives.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 #endif
+  bert::Processes processes;
   try {
-    const int code = run(argc, argv);
+    const int code = run(argc, argv, processes);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       std::fputs("bert: the output can't be written\n", stderr);
       return 1;
     }
     return code;
-  } catch (const bert::InputError& error) {
-    std::fprintf(stderr, "bert: %s\n", error.what());
-    return 2;
-  } catch (const zero::UsageError& error) {  // options that make no sense, say a negative rate
-    std::fprintf(stderr, "bert: %s\n", error.what());
+  } catch (const bert::InputError& error) {  // the same on all ranks
+    if (processes.rank() == 0) std::fprintf(stderr, "bert: %s\n", error.what());
     return 2;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "bert: %s\n", error.what());
-    return 1;
+    return fail(processes, error.what());
   }
 }

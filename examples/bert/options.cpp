@@ -19,9 +19,9 @@ void require(bool holds, const std::string& sentence) {
 
 }  // namespace
 
-std::optional<Options> parse(int argc, const char* const* argv) {
+std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   Options options;
-  std::string model = "mini", mode = "compare";
+  std::string model = "mini", mode = "compare", communicator = "in-process";
   double bucket_mib = static_cast<double>(options.bucket_bytes) / (1 << 20);
   // Signed, so that what is below 0 is seen.
   std::int64_t ranks = options.ranks, batch = static_cast<std::int64_t>(options.batch),
@@ -29,14 +29,22 @@ std::optional<Options> parse(int argc, const char* const* argv) {
                steps = static_cast<std::int64_t>(options.steps),
                warmup = static_cast<std::int64_t>(options.warmup),
                vocabulary = static_cast<std::int64_t>(options.vocabulary),
-               seed = static_cast<std::int64_t>(options.seed);
+               seed = static_cast<std::int64_t>(options.seed),
+               timeout = std::int64_t{options.timeout.count()};
   double clip = 0, weight_decay = 0;
 
   CLI::App app{
-      "Trains BERT on ranks that are threads of this process, with its optimizer replicated "
-      "or sharded, and shows memory and time side by side."};
+      "Trains BERT on ranks that are threads of this process, or processes under mpirun, with its "
+      "optimizer replicated or sharded, and shows memory and time side by side."};
   app.add_option("--model", model, "tiny, mini, base or large")->capture_default_str();
-  app.add_option("--ranks", ranks, "how many")->capture_default_str();
+  app.add_option("--communicator", communicator,
+                 "in-process: ranks are threads; mpi: they are the processes that mpirun started")
+      ->capture_default_str();
+  CLI::Option* ranks_given =
+      app.add_option("--ranks", ranks, "how many; over MPI as many as mpirun started")
+          ->capture_default_str();
+  app.add_option("--timeout", timeout, "seconds that a rank waits for another")
+      ->capture_default_str();
   app.add_option("--mode", mode, "replicated, sharded, or compare: one after the other")
       ->capture_default_str();
   app.add_option("--optimizer", options.optimizer, "adam, adamw, sgd, lion or lamb")
@@ -76,7 +84,7 @@ std::optional<Options> parse(int argc, const char* const* argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() != 0) throw InputError(error.what());
-    app.exit(error);
+    if (speaks) app.exit(error);
     return std::nullopt;
   }
 
@@ -89,6 +97,10 @@ std::optional<Options> parse(int argc, const char* const* argv) {
     require(mode == "compare",
             "--mode " + mode + ": there is no such mode; there are replicated, sharded, compare");
   }
+  options.communicator = communicator == "mpi" ? Ranks::mpi : Ranks::in_process;
+  require(communicator == "mpi" || communicator == "in-process",
+          "--communicator " + communicator +
+              ": there is no such communicator; there are in-process, mpi");
   const auto within = [](const char* name, std::int64_t number, std::int64_t least,
                          std::int64_t most) {
     require(number >= least && number <= most, std::string(name) + " " + std::to_string(number) +
@@ -96,6 +108,7 @@ std::optional<Options> parse(int argc, const char* const* argv) {
                                                    " to " + std::to_string(most));
   };
   within("--ranks", ranks, 1, 1024);
+  within("--timeout", timeout, 1, 1 << 30);
   within("--batch", batch, 1, 1 << 20);
   within("--steps", steps, 1, 1 << 30);
   within("--warmup", warmup, 0, 1 << 30);
@@ -113,6 +126,8 @@ std::optional<Options> parse(int argc, const char* const* argv) {
   require(options.dropout >= 0 && options.dropout < 1,
           "--dropout " + std::to_string(options.dropout) + ": give a share from 0 to below 1");
   options.ranks = static_cast<int>(ranks);
+  options.ranks_given = ranks_given->count() > 0;
+  options.timeout = std::chrono::seconds(timeout);
   options.batch = static_cast<std::size_t>(batch);
   options.sequence = static_cast<std::size_t>(sequence);
   options.steps = static_cast<std::size_t>(steps);

@@ -2,6 +2,7 @@
 // What the command line says.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -17,10 +18,17 @@ namespace bert {
 
 enum class Mode { replicated, sharded, compare };
 
+/// What ranks are: threads of this process, or processes that a launcher such as mpirun started.
+enum class Ranks { in_process, mpi };
+
 /// Its defaults are the command line's.
 struct Options {
   Config model;  ///< with the vocabulary that is trained on
+  Ranks communicator = Ranks::in_process;
   int ranks = 2;
+  bool ranks_given = false;
+  /// How long a rank waits for another: where they take turns on few processors, for a whole step.
+  std::chrono::seconds timeout{3600};
   Mode mode = Mode::compare;
   std::string optimizer = "adam";
   std::string partition;  ///< empty: what the optimizer works best with
@@ -46,8 +54,8 @@ struct Options {
   [[nodiscard]] BatchSize batch_size() const { return {batch, sequence, predictions_of(sequence)}; }
 };
 
-/// Nothing where only help was asked for, and has been printed. Throws `InputError`. Of the model,
-/// the vocabulary is not yet that of the text.
-[[nodiscard]] std::optional<Options> parse(int argc, const char* const* argv);
+/// Nothing where only help was asked for, and has been printed where this process `speaks`. Throws
+/// `InputError`. Of the model, the vocabulary is not yet that of the text.
+[[nodiscard]] std::optional<Options> parse(int argc, const char* const* argv, bool speaks = true);
 
 }  // namespace bert

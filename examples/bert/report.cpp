@@ -60,6 +60,54 @@ const RankMemory& fullest(const RunReport& run) {
       [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
 }
 
+// Linux counts both lazily, so that the peak may seem lower than the end.
+std::uint64_t peak_of(const Resident& seen) { return std::max(*seen.peak, *seen.after); }
+
+/// Of the process whose threads all ranks are.
+std::string process_line(const RunReport& run) {
+  const Resident& seen = run.processes.front().resident;
+  if (!seen.before || !seen.built || !seen.after) return "";
+  std::string text = formatted(
+      "  the process, %zu rank%s, resident MB: before %.1f, models and optimizers "
+      "built %.1f, at the end %.1f",
+      run.memory.size(), run.memory.size() == 1 ? "" : "s", megabytes(*seen.before),
+      megabytes(*seen.built), megabytes(*seen.after));
+  if (seen.peak) text += formatted(", peak %.1f", megabytes(peak_of(seen)));
+  std::size_t estimated = 0;
+  for (const RankMemory& m : run.estimated) estimated += m.model_state();
+  if (estimated > 0 && *seen.built >= *seen.before) {
+    text += formatted("\n  built: grown by %.1f, estimated before %.1f: ratio %.4f",
+                      megabytes(*seen.built - *seen.before), megabytes(estimated),
+                      ratio(*seen.built - *seen.before, estimated));
+  }
+  return text + "\n";
+}
+
+/// Of processes that are ranks.
+std::string process_table(const RunReport& run) {
+  std::string text =
+      "  a process a rank, resident MB; built: models and optimizers are there, grown since "
+      "before\n"
+      "  rank      process     before      built      grown  estimated   ratio     at end"
+      "       peak  host\n";
+  for (std::size_t r = 0; r < run.processes.size(); ++r) {
+    const Process& process = run.processes[r];
+    const Resident& seen = process.resident;
+    text += formatted("  %4zu  %11lld", r, static_cast<long long>(process.id));
+    if (seen.before && seen.built && seen.after) {
+      const double grown = megabytes(*seen.built) - megabytes(*seen.before);
+      const double estimated =
+          r < run.estimated.size() ? megabytes(run.estimated[r].model_state()) : 0;
+      text += formatted(" %10.1f %10.1f %10.1f %10.1f  %.4f %10.1f", megabytes(*seen.before),
+                        megabytes(*seen.built), grown, estimated, ratio(grown, estimated),
+                        megabytes(*seen.after));
+      text += seen.peak ? formatted(" %10.1f", megabytes(peak_of(seen))) : formatted(" %10s", "?");
+    }
+    text += formatted("  %s\n", process.host.data());
+  }
+  return text;
+}
+
 std::string memory_table(const RunReport& run) {
   std::string text = run.mode + ", bytes per rank\n";
   text +=
@@ -69,29 +117,11 @@ std::string memory_table(const RunReport& run) {
     text += formatted("  %4zu %11zu  %11zu      %11zu %11zu  %11zu  %11zu\n", r, m.parameters,
                       m.gradients, m.state, m.buckets, m.activations, m.total());
   }
-  text +=
-      "  buckets: what views and traffic add: padding, and sums that ranks keep for each other\n";
-  const Resident& seen = run.resident;
-  if (seen.before && seen.built && seen.after) {
-    text += formatted(
-        "  the process, %zu rank%s, resident MB: before %.1f, models and optimizers "
-        "built %.1f, at the end %.1f",
-        run.memory.size(), run.memory.size() == 1 ? "" : "s", megabytes(*seen.before),
-        megabytes(*seen.built), megabytes(*seen.after));
-    // Linux counts both lazily, so that the peak may seem lower than the end.
-    if (seen.peak) {
-      text += formatted(", peak %.1f", megabytes(std::max(*seen.peak, *seen.after)));
-    }
-    std::size_t estimated = 0;
-    for (const RankMemory& m : run.estimated) estimated += m.model_state();
-    if (estimated > 0 && *seen.built >= *seen.before) {
-      text += formatted("\n  built: grown by %.1f, estimated before %.1f: ratio %.4f",
-                        megabytes(*seen.built - *seen.before), megabytes(estimated),
-                        ratio(*seen.built - *seen.before, estimated));
-    }
-    text += "\n";
-  }
-  return text;
+  const bool share_memory = run.processes.size() == 1;
+  text += formatted(
+      "  buckets: what views and traffic add: padding, and sums that ranks keep for each other%s\n",
+      share_memory ? "" : ", and\n  buckets on their way");
+  return text + (share_memory ? process_line(run) : process_table(run));
 }
 
 std::string time_table(const std::vector<RunReport>& runs) {
@@ -210,6 +240,7 @@ std::string progress_line(const Options& options, const RunReport& run) {
 }
 
 void write_json(const Options& options, const std::vector<RunReport>& runs) {
+  const bool over_mpi = options.communicator == Ranks::mpi;
   const auto given = [](std::optional<double> number) {
     return number ? nlohmann::ordered_json(*number) : nlohmann::ordered_json();
   };
@@ -220,6 +251,7 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
                              {"partition", options.partition},
                              {"bucket_view", options.bucket_view},
                              {"bucket_bytes", options.bucket_bytes},
+                             {"communicator", over_mpi ? "mpi" : "in-process"},
                              {"ranks", options.ranks},
                              {"batch", options.batch},
                              {"sequence", options.sequence},
@@ -250,10 +282,19 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     nlohmann::ordered_json mode{{"mode", run.mode}};
     for (const RankMemory& rank : run.memory) mode["memory"].push_back(memory_of(rank));
     for (const RankMemory& rank : run.estimated) mode["estimated"].push_back(memory_of(rank));
-    mode["resident"] = {{"before", known(run.resident.before)},
-                        {"built", known(run.resident.built)},
-                        {"after", known(run.resident.after)},
-                        {"peak", known(run.resident.peak)}};
+    for (const Process& process : run.processes) {
+      const Resident& seen = process.resident;
+      nlohmann::ordered_json resident{{"before", known(seen.before)},
+                                      {"built", known(seen.built)},
+                                      {"after", known(seen.after)},
+                                      {"peak", known(seen.peak)}};
+      if (over_mpi) {
+        resident.update({{"host", process.host.data()}, {"process", process.id}});
+        mode["resident_by_rank"].push_back(std::move(resident));
+      } else {
+        mode["resident"] = std::move(resident);
+      }
+    }
     mode["seconds"] = times_of(run.slowest());
     for (const StepTime& rank : run.time) mode["seconds_by_rank"].push_back(times_of(rank));
     mode["losses"] = run.losses;

@@ -34,6 +34,9 @@ class Recorder {
     }
   }
 
+  /// Counts spans that were dropped elsewhere.
+  void drop(std::size_t spans) { dropped_ += spans; }
+
   [[nodiscard]] std::span<const Span> spans() const { return spans_; }
   [[nodiscard]] std::size_t dropped() const { return dropped_; }
 

@@ -21,6 +21,9 @@
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
+#if BERT_MPI
+#include <zero/comm/mpi.hpp>
+#endif
 
 #include "kernels.hpp"
 #include "model.hpp"
@@ -101,45 +104,45 @@ inline constexpr const char* view_name =
     : View::values == zero::Residency::arena  ? "param"
                                               : "none";
 
-template <class Opt, class T, class Partition, class View, class Stage>
-class Trainer {
+/// What of this process is resident, but for small blocks that were freed.
+inline std::optional<std::uint64_t> trimmed_bytes() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+  return resident_bytes();
+}
+
+/// What is resident before a run; the peak counts from here.
+inline Process begin_of_process() {
+  Process process = this_process();
+  process.resident.before = trimmed_bytes();
+  // Where the system won't, the peak is not that of this run.
+  process.resident.peak = reset_peak() ? process.resident.before : std::nullopt;
+  return process;
+}
+
+/// Trains one rank. Whatever the communicator, the report is the same on all ranks.
+template <class Opt, class T, class Partition, class View, class Stage, class Comm>
+class RankTrainer {
  public:
-  Trainer(const Job& job, const char* mode) : job_(job), options_(*job.options) {
-    const auto ranks = static_cast<std::size_t>(options_.ranks);
+  RankTrainer(const Job& job, const char* mode, Comm& comm, const Process& process)
+      : job_(job), options_(*job.options), comm_(comm), result_{.process = process} {
     report_.mode = mode;
-    report_.memory.resize(ranks);
-    report_.time.resize(ranks);
-    hashes_.resize(ranks);
   }
 
   RunReport run() {
-    use_one_thread_a_product();
-    report_.resident.before = resident_bytes();
-    const bool fresh_peak = reset_peak();
-    // Where ranks take turns on few processors, one may have to wait for a whole step of another.
-    zero::run_ranks(options_.ranks, [&](zero::InProcessCommunicator& comm) { train(comm); },
-                    {.timeout = std::chrono::hours(1)});
-    if (fresh_peak) report_.resident.peak = peak_resident_bytes();
-    report_.hash = hashes_.front();
-    for (const std::uint64_t hash : hashes_) {
-      if (hash != report_.hash) throw std::logic_error("ranks ended with different parameters");
-    }
-    return report_;
-  }
-
- private:
-  void train(zero::InProcessCommunicator& comm) {
-    const auto rank = static_cast<std::size_t>(comm.rank());
-    StepClock clock(job_.recorders == nullptr ? nullptr : &(*job_.recorders)[rank]);
+    const auto rank = static_cast<std::size_t>(comm_.rank());
+    const std::size_t recorder = is_process ? 0 : rank;
+    StepClock clock(job_.recorders == nullptr ? nullptr : &(*job_.recorders)[recorder]);
     Model<T> model(options_.model, options_.batch_size(), options_.seed);
     auto store = store_of(model.tensors());
     zero::Settings settings;
     if (std::is_same_v<T, zero::float16>) settings.loss_scale = zero::LossScale::dynamic();
     zero::ZeroSharded optimizer{
-        groups_of<Opt>(options_),    store,   comm,     Partition{},
+        groups_of<Opt>(options_),    store,   comm_,    Partition{},
         View{options_.bucket_bytes}, Stage{}, settings, StepObserver{clock}};
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
-    look_at_memory(comm, report_.resident.built);
+    look_at_memory(&Resident::built);
 
     Batch batch;
     const auto begin = Clock::now();
@@ -156,50 +159,103 @@ class Trainer {
                        for (std::size_t i = first; i < last; ++i) optimizer.mark_ready(i);
                      });
       clock.was(&StepTime::backward, "backward");
-      comm.barrier().wait();  // only so that waiting is not taken for stepping
+      comm_.barrier().wait();  // only so that waiting is not taken for stepping
       clock.was(&StepTime::wait, "wait");
       const zero::Outcome outcome = optimizer.step().outcome();
       clock.end(model.product_seconds());
 
       std::array<float, 2> shared{loss, job_.interrupted->load() ? 1.0F : 0.0F};
-      comm.all_reduce(std::span<float>(shared)).wait();
-      if (rank == 0) {
-        report_.losses.push_back(shared[0] / static_cast<float>(options_.ranks));
-        if (outcome.gradient_norm) report_.norms.push_back(*outcome.gradient_norm);
-        if (!outcome.applied) ++report_.skipped;
-        report_.seconds = seconds_between(begin, Clock::now());
-        report_.interrupted = shared[1] > 0;
-        if (job_.progress) job_.progress(report_);
-      }
-      if (shared[1] > 0) break;
+      comm_.all_reduce(std::span<float>(shared)).wait();
+      report_.losses.push_back(shared[0] / static_cast<float>(options_.ranks));
+      if (outcome.gradient_norm) report_.norms.push_back(*outcome.gradient_norm);
+      if (!outcome.applied) ++report_.skipped;
+      report_.seconds = seconds_between(begin, Clock::now());
+      report_.interrupted = shared[1] > 0;
+      if (rank == 0 && job_.progress) job_.progress(report_);
+      if (report_.interrupted) break;
     }
-    look_at_memory(comm, report_.resident.after);
+    look_at_memory(&Resident::after);
     std::size_t value_bytes = 0;
     for (const Tensor<T>& tensor : model.tensors()) value_bytes += tensor.size * sizeof(T);
-    report_.memory[rank] =
-        memory_of<View>(value_bytes, optimizer.memory(), model.activation_bytes());
-    report_.time[rank] = clock.median();
-    hashes_[rank] = hash_of(model.tensors());
+    result_.memory = memory_of<View>(value_bytes, optimizer.memory(), model.activation_bytes());
+    result_.time = clock.median();
+    result_.hash = hash_of(model.tensors());
+    gather();
+    return std::move(report_);
   }
 
-  /// What is resident while all ranks stand still; only rank 0 writes.
-  static void look_at_memory(zero::InProcessCommunicator& comm,
-                             std::optional<std::uint64_t>& resident) {
-    comm.barrier().wait();
-    if (comm.rank() == 0) {
-#ifdef __GLIBC__
-      malloc_trim(0);  // small blocks that were freed would count
-#endif
-      resident = resident_bytes();
+ private:
+  /// Or a thread among the ranks of a process.
+  static constexpr bool is_process = !zero::SharedMemoryCommunicator<Comm>;
+
+  /// Sent as bytes.
+  struct Result {
+    RankMemory memory{};
+    StepTime time{};
+    std::uint64_t hash = 0;
+    Process process{};
+  };
+  static_assert(std::is_trivially_copyable_v<Result>);
+
+  /// What is resident while all ranks stand still; of a process one looks.
+  void look_at_memory(std::optional<std::uint64_t> Resident::* when) {
+    comm_.barrier().wait();
+    if (is_process || comm_.rank() == 0) {
+      Resident& resident = result_.process.resident;
+      resident.*when = trimmed_bytes();
+      if (resident.peak) resident.peak = peak_resident_bytes();
     }
-    comm.barrier().wait();
+    comm_.barrier().wait();
+  }
+
+  void gather() {
+    std::vector<Result> all(static_cast<std::size_t>(comm_.size()));
+    comm_.exchange(std::as_bytes(std::span(&result_, 1)), std::as_writable_bytes(std::span(all)))
+        .wait();
+    for (const Result& rank : all) {
+      report_.memory.push_back(rank.memory);
+      report_.time.push_back(rank.time);
+      if (is_process || report_.processes.empty()) report_.processes.push_back(rank.process);
+      if (rank.hash != result_.hash) {
+        throw std::logic_error("ranks ended with different parameters");
+      }
+    }
+    report_.hash = result_.hash;
   }
 
   const Job& job_;
   const Options& options_;
+  Comm& comm_;
+  Result result_;
   RunReport report_{};
-  std::vector<std::uint64_t> hashes_{};
 };
+
+/// Ranks as threads of this process.
+template <class Opt, class T, class Partition, class View, class Stage>
+RunReport train_threads(const Job& job, const char* mode) {
+  use_one_thread_a_product();
+  const Process process = begin_of_process();
+  RunReport report;
+  zero::run_ranks(job.options->ranks,
+                  [&](zero::InProcessCommunicator& comm) {
+                    using Rank =
+                        RankTrainer<Opt, T, Partition, View, Stage, zero::InProcessCommunicator>;
+                    RunReport of_rank = Rank(job, mode, comm, process).run();
+                    if (comm.rank() == 0) report = std::move(of_rank);
+                  },
+                  {.timeout = job.options->timeout});
+  return report;
+}
+
+#if BERT_MPI
+/// This process as a rank.
+template <class Opt, class T, class Partition, class View, class Stage>
+RunReport train_process(const Job& job, const char* mode, zero::MpiCommunicator& comm) {
+  use_one_thread_a_product();
+  using Rank = RankTrainer<Opt, T, Partition, View, Stage, zero::MpiCommunicator>;
+  return Rank(job, mode, comm, begin_of_process()).run();
+}
+#endif
 
 template <class Opt, class T, class Partition, class View>
 RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
@@ -211,7 +267,7 @@ RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
   }
   const zero::EstimateFor member{.world = options.ranks,
                                  .rank = rank,
-                                 .share_memory = true,
+                                 .share_memory = options.communicator == Ranks::in_process,
                                  .clips = options.clip.has_value()};
   const auto estimate = [&](auto stage) {
     return zero::estimate<T>(groups_of<Opt>(options), shapes, member, Partition{},
@@ -222,9 +278,13 @@ RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
                          Model<T>::activation_bytes(options.model, options.batch_size()));
 }
 
-template <class Opt, class T, class Partition, class View>
+/// What a combination's ranks may be. Processes are compiled only where there is MPI, and for few,
+/// since that takes as long again.
+enum class Over { threads, processes_too };
+
+template <class Opt, class T, class Partition, class View, Over over>
 Combination combination(const char* optimizer) {
-  return {
+  Combination result{
       optimizer,
       precision_name<T>,
       partition_name<Partition>,
@@ -232,9 +292,20 @@ Combination combination(const char* optimizer) {
       estimate_rank<Opt, T, Partition, View>,
       [](const Job& job, bool sharded) {
         return sharded
-                   ? Trainer<Opt, T, Partition, View, zero::Stage1>(job, "sharded").run()
-                   : Trainer<Opt, T, Partition, View, zero::Replicated>(job, "replicated").run();
-      }};
+                   ? train_threads<Opt, T, Partition, View, zero::Stage1>(job, "sharded")
+                   : train_threads<Opt, T, Partition, View, zero::Replicated>(job, "replicated");
+      },
+      nullptr};
+#if BERT_MPI
+  if constexpr (over == Over::processes_too) {
+    result.train_over_mpi = [](const Job& job, bool sharded, zero::MpiCommunicator& comm) {
+      return sharded ? train_process<Opt, T, Partition, View, zero::Stage1>(job, "sharded", comm)
+                     : train_process<Opt, T, Partition, View, zero::Replicated>(job, "replicated",
+                                                                                comm);
+    };
+  }
+#endif
+  return result;
 }
 
 }  // namespace bert

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "training.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 #include "input_error.hpp"
 
@@ -15,12 +18,14 @@ const StepTime& RunReport::slowest() const {
 }
 
 const Combination& choose(const Options& options) {
+  const bool over_mpi = options.communicator == Ranks::mpi;
   std::string optimizers, there_are;
   for (const Combination& c : combinations()) {
     if (&c == &combinations().front() || std::string((&c)[-1].optimizer) != c.optimizer) {
       optimizers += std::string(optimizers.empty() ? "" : ", ") + c.optimizer;
     }
     if (c.optimizer != options.optimizer) continue;
+    if (over_mpi && c.train_over_mpi == nullptr) continue;
     if (c.precision == options.precision && c.partition == options.partition &&
         c.bucket_view == options.bucket_view) {
       return c;
@@ -34,7 +39,17 @@ const Combination& choose(const Options& options) {
   }
   throw InputError("--precision " + options.precision + " --partition " + options.partition +
                    " --bucket-view " + options.bucket_view + " was not compiled for --optimizer " +
-                   options.optimizer + "; there are" + there_are);
+                   options.optimizer + (over_mpi ? " --communicator mpi" : "") + "; there are" +
+                   there_are);
+}
+
+Process this_process() {
+  Process process;
+  process.id = ::getpid();
+  // A name that is too long is cut, and then nobody promises the 0 at its end.
+  if (::gethostname(process.host.data(), process.host.size()) != 0) process.host[0] = '?';
+  process.host.back() = 0;
+  return process;
 }
 
 std::vector<bool> modes_of(const Options& options) {
@@ -42,9 +57,12 @@ std::vector<bool> modes_of(const Options& options) {
   return {options.mode == Mode::sharded};
 }
 
-std::size_t memory_needed(const Options& options, const Combination& combination, bool sharded) {
+std::size_t memory_needed(const Options& options, const Combination& combination, bool sharded,
+                          std::span<const int> here) {
+  std::vector<int> all(here.empty() ? static_cast<std::size_t>(options.ranks) : 0);
+  std::iota(all.begin(), all.end(), 0);
   std::size_t sum = 0;
-  for (int rank = 0; rank < options.ranks; ++rank) {
+  for (const int rank : here.empty() ? std::span<const int>(all) : here) {
     const RankMemory memory = combination.estimate(options, sharded, rank);
     // While they are moved, parameters and gradients may be there twice; activations come later.
     sum +=
@@ -55,30 +73,35 @@ std::size_t memory_needed(const Options& options, const Combination& combination
 
 void require_memory(const Options& options, const Combination& combination,
                     std::optional<std::uint64_t> available,
-                    std::optional<std::uint64_t> address_space) {
+                    std::optional<std::uint64_t> address_space, std::span<const int> here) {
+  const std::size_t ranks = here.empty() ? static_cast<std::size_t>(options.ranks) : here.size();
   // OpenBLAS maps 128 MiB for a thread, and where it can't, it tries for ever.
   if (address_space) {
-    const std::size_t maps = static_cast<std::size_t>(options.ranks + 1) * (256U << 20);
+    const std::size_t maps = (ranks + 1) * (256U << 20);
     const std::uint64_t left = *address_space > maps ? *address_space - maps : 0;
     available = std::min(available.value_or(left), left);
   }
   if (!available) return;
   for (const bool sharded : modes_of(options)) {
-    const std::size_t needed = memory_needed(options, combination, sharded);
+    const std::size_t needed = memory_needed(options, combination, sharded, here);
     if (needed <= *available) continue;
-    const RankMemory rank = combination.estimate(options, sharded, 0);
+    const RankMemory rank = combination.estimate(options, sharded, here.empty() ? 0 : here[0]);
     const auto gb = [](std::size_t bytes) { return 1e-9 * static_cast<double>(bytes); };
-    const bool sharded_fits = !sharded && memory_needed(options, combination, true) <= *available;
+    const bool sharded_fits =
+        !sharded && memory_needed(options, combination, true, here) <= *available;
+    const std::string where = here.empty()       ? ""
+                              : here.size() == 1 ? " for a process"
+                                                 : " for " + std::to_string(ranks) + " on a host";
     char text[640];
     std::snprintf(
         text, sizeof text,
-        "%s, BERT-%s on %d ranks needs %.1f GB, but only %.1f GB are available: a rank "
+        "%s, BERT-%s on %d ranks needs %.1f GB%s, but only %.1f GB are available: a rank "
         "keeps %.2f GB of parameters, as much of gradients, %.2f GB of optimizer state and "
         "%.2f GB of buckets, and besides %.2f GB %s; take %sa smaller --model, --batch or "
         "--seq, or fewer --ranks",
         sharded ? "sharded" : "replicated", options.model.name.c_str(), options.ranks, gb(needed),
-        gb(static_cast<std::size_t>(*available)), gb(rank.parameters), gb(rank.state),
-        gb(rank.buckets), gb(std::max(rank.activations, rank.moved)),
+        where.c_str(), gb(static_cast<std::size_t>(*available)), gb(rank.parameters),
+        gb(rank.state), gb(rank.buckets), gb(std::max(rank.activations, rank.moved)),
         rank.activations > rank.moved ? "of activations" : "while parameters move into buckets",
         sharded_fits ? "--mode sharded, " : "");
     throw InputError(text);

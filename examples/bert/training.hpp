@@ -8,12 +8,17 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "batch.hpp"
 #include "options.hpp"
 #include "trace.hpp"
+
+namespace zero {
+class MpiCommunicator;
+}  // namespace zero
 
 namespace bert {
 
@@ -43,12 +48,19 @@ struct StepTime {
   [[nodiscard]] double optimizer() const { return reduce + update + gather; }
 };
 
-/// Resident memory of the whole process, where the system tells: all ranks that are its threads.
+/// Resident memory of a whole process, where the system tells: of all ranks that are its threads.
 struct Resident {
   std::optional<std::uint64_t> before;  ///< before the run
   std::optional<std::uint64_t> built;   ///< models and optimizers are there, activations not
   std::optional<std::uint64_t> after;   ///< at its end, before anything is freed
   std::optional<std::uint64_t> peak;
+};
+
+/// A process that ranks are in, or that is one.
+struct Process {
+  std::array<char, 64> host{};  ///< its name, ended by a 0
+  std::int64_t id = 0;
+  Resident resident{};
 };
 
 struct RunReport {
@@ -62,7 +74,8 @@ struct RunReport {
   std::uint64_t hash = 0;               ///< of all parameters, which are the same on all ranks
   bool interrupted = false;
   double seconds = 0;  ///< of all steps
-  Resident resident{};
+  /// The one of all ranks, or by rank, where each is one.
+  std::vector<Process> processes{};
 
   /// Of the rank that has to be waited for.
   [[nodiscard]] const StepTime& slowest() const;
@@ -73,7 +86,7 @@ struct Job {
   const Options* options;
   const BatchSource* source;
   const std::atomic<bool>* interrupted;
-  /// One a rank, or none.
+  /// One a rank of this process, or none.
   std::vector<Recorder>* recorders = nullptr;
   /// Called on rank 0 after each step with what there is so far: losses, norms and seconds.
   std::function<void(const RunReport&)> progress{};
@@ -85,6 +98,9 @@ struct Combination {
   /// How parameters of these shapes would be kept; activations too.
   RankMemory (*estimate)(const Options& options, bool sharded, int rank);
   RunReport (*train)(const Job& job, bool sharded);
+  /// The same with this process as a rank; the report is the same on all. Null where it was not
+  /// compiled over MPI.
+  RunReport (*train_over_mpi)(const Job& job, bool sharded, zero::MpiCommunicator& comm);
 };
 
 // One translation unit an optimizer.
@@ -97,14 +113,19 @@ struct Combination {
 [[nodiscard]] const std::vector<Combination>& combinations();
 /// Throws `InputError` that lists what there is.
 [[nodiscard]] const Combination& choose(const Options& options);
-/// Bytes that all ranks need at most at one time; with what threads, BLAS and bookkeeping take.
+/// Bytes that ranks need at most at one time; with what threads, BLAS and bookkeeping take.
+/// @param here those that count; empty: all
 [[nodiscard]] std::size_t memory_needed(const Options& options, const Combination& combination,
-                                        bool sharded);
+                                        bool sharded, std::span<const int> here = {});
 /// Throws `InputError` with the estimate where a mode needs more than is available.
 /// @param address_space what a limit on it leaves, where there is one
+/// @param here the ranks that share what is available; empty: all
 void require_memory(const Options& options, const Combination& combination,
                     std::optional<std::uint64_t> available,
-                    std::optional<std::uint64_t> address_space = std::nullopt);
+                    std::optional<std::uint64_t> address_space = std::nullopt,
+                    std::span<const int> here = {});
+/// This process by name and id.
+[[nodiscard]] Process this_process();
 /// The modes that the options ask for, in the order in which they run: whether each is sharded.
 [[nodiscard]] std::vector<bool> modes_of(const Options& options);
 }  // namespace bert

@@ -14,6 +14,7 @@ endfunction()
 
 # Bad input: a sentence, and 2.
 run(2 "there is no such model; there are tiny, mini, base, large" ${BERT} --model huge)
+run(2 "there are in-process, mpi" ${BERT} --communicator tcp)
 run(2 "missing.txt" ${BERT} --text missing.txt)
 run(2 "vocabulary" ${BERT} --text ${TEXT} --vocabulary 20000)
 run(2 "--ranks 0" ${BERT} --ranks 0)

@@ -167,6 +167,12 @@ TEST_CASE("a run that can't fit is refused with the estimate", "[bert]") {
   CHECK_THROWS_AS(bert::require_memory(options, c, needed - 1), bert::InputError);
   CHECK_THROWS_WITH(bert::require_memory(options, c, 1'000'000'000U),
                     Catch::Matchers::ContainsSubstring("keeps 1.34 GB of parameters"));
+  // Of ranks that are processes, a host has to hold its own.
+  const std::vector<int> first{0}, second{1};
+  const std::size_t half = bert::memory_needed(options, c, false, first);
+  CHECK(half + bert::memory_needed(options, c, false, second) == needed);
+  CHECK_NOTHROW(bert::require_memory(options, c, half, {}, first));
+  CHECK_THROWS_AS(bert::require_memory(options, c, half - 1, {}, first), bert::InputError);
   options.mode = bert::Mode::sharded;
   CHECK_NOTHROW(bert::require_memory(options, c, needed - 1));
 }
