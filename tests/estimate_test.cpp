@@ -279,6 +279,11 @@ std::vector<Tensor<T>> tensors(const std::vector<zero::ParamShape>& shapes) {
 
 using Shared = zero::InProcessCommunicator;
 using Collectives = zero::FaultInjector<zero::InProcessCommunicator, false>;
+/// Two ranks to a group, or one where that doesn't divide them.
+struct Groups : zero::HybridCommunicator<Shared> {
+  explicit Groups(Shared& world)
+      : zero::HybridCommunicator<Shared>(world, world.size() % 2 == 0 ? 2 : 1) {}
+};
 
 std::string text(const zero::MemoryReport& of) {
   std::string all;
@@ -293,13 +298,13 @@ struct Most {
   std::size_t state = 0, master = 0, values = 0, gradients = 0, staging = 0, padding = 0;
 };
 
-/// Compares estimate and memory(), unclipped and clipped, on every rank of 1, 2 and 3.
+/// Compares estimate and memory(), unclipped and clipped, on every rank of 1, 2, …, `worlds`.
 /// @param make makes a rank's parameters
-template <class Comm, class Make, class Options, class... P>
+template <class Comm, int worlds = 3, class Make, class Options, class... P>
 Most compare(const Make& make, const Options& options, const zero::Settings& settings,
              P... policies) {
   Most most;
-  for (int world = 1; world <= 3; ++world) {
+  for (int world = 1; world <= worlds; ++world) {
     struct Pair {
       zero::ExactEstimate estimate{};
       zero::MemoryReport memory{};
@@ -439,6 +444,28 @@ TEST_CASE("estimate: to the byte, double over collectives, balanced") {
                                          zero::NoView{64}, zero::NativePrecision{});
   CHECK(most.state >= 260 * 16);
   CHECK(most.staging > 0);
+}
+
+TEST_CASE("estimate: to the byte, groups of ranks, 16 bits and floats") {
+  const auto make = [] {
+    std::vector<AnyTensor> made;
+    for (const zero::ParamShape& shape : odd_shapes())
+      made.emplace_back(shape, made.size() % 3 == 1);
+    return made;
+  };
+  const Most most = compare<Groups, 4>(make, zero::Adam{}, {}, zero::NoView{96});
+  CHECK(most.gradients > 0);
+  CHECK(most.staging > 0);
+}
+
+TEST_CASE("estimate: ranks of several groups share no memory, and are not alone") {
+  const std::vector<zero::ParamShape> shapes{{{4, 4}}, {{4}}};
+  const auto of = [&](zero::EstimateFor which, zero::Settings settings = {}) {
+    return text(zero::estimate<float>(zero::Adam{}, shapes, which, settings).optimizer);
+  };
+  CHECK(of({.world = 2, .replicas = 3}) == of({.world = 2, .share_memory = false}));
+  CHECK(of({.world = 1, .replicas = 3}) != of({.world = 1, .share_memory = false}));  // not alone
+  CHECK_THROWS_AS(of({.world = 2, .replicas = 0}), zero::UsageError);
 }
 
 TEST_CASE("estimate: shapes without memory are as good as a store") {

@@ -183,4 +183,17 @@ concept SharedMemoryCommunicator =
       { comm.meet(operation, published) } -> Meeting;
     };
 
+/// A communicator whose ranks are one of several groups of equal size, each of which trains a
+/// replica of the model ("hybrid sharding"). Its operations are the group's.
+///  1. `replicas()`: the ranks in the same place of all groups, in an order of groups that is the
+///     same for every place. It has `all_reduce` for what gradients are summed in.
+///  2. `world()`: all ranks of all groups, who must agree on what they train.
+///  3. `abort` aborts all three.
+template <class C>
+concept ReplicatedCommunicator = Ranked<C> && requires(C& comm) {
+  { comm.replicas() } -> Ranked;
+  { comm.world() } -> Ranked;
+  { comm.world() } -> HostExchange;
+};
+
 }  // namespace zero

@@ -47,17 +47,22 @@ struct ParamShape {
 
 /// Which rank an estimate is of.
 struct EstimateFor {
-  int world = 1;
+  int world = 1;  ///< the ranks that state is spread over: of a `HybridCommunicator`, one group
   int rank = 0;
   /// Whether ranks read each other's memory (`SharedMemoryCommunicator`), as in-process ones do;
   /// others have buckets on their way, which need staging.
   bool share_memory = true;
   bool clips = false;  ///< whether `clip_grad_norm` is called: sums then need room
+  /// How many groups of `world` ranks there are (`HybridCommunicator`). Where there are several,
+  /// ranks read no other's memory, whatever `share_memory` says.
+  int replicas = 1;
 
   /// This rank of a communicator.
   template <class Comm>
   [[nodiscard]] static EstimateFor member(const Comm& comm) {
-    return {comm.size(), comm.rank(), SharedMemoryCommunicator<Comm>};
+    EstimateFor of{comm.size(), comm.rank(), SharedMemoryCommunicator<Comm>};
+    if constexpr (ReplicatedCommunicator<Comm>) of.replicas = comm.replicas().size();
+    return of;
   }
 };
 
@@ -171,7 +176,7 @@ void add_lane(ExactEstimate& sum, const Layout<Partition>& map, std::size_t lane
               const Settings& settings, bool keeps) {
   constexpr std::size_t value = sizeof(typename S::value);
   constexpr std::size_t arithmetic = sizeof(typename S::arithmetic);
-  const LaneRoom<S, Stage, Partition> room(map, lane, of.rank);
+  const LaneRoom<S, Stage, Partition> room(map, lane, of.rank, of.world == 1 && of.replicas == 1);
   MemoryReport& report = sum.optimizer;
   const std::size_t state = slots_for(groups) * sizeof(typename S::slot);
   const std::size_t master = S::has_master ? sizeof(typename S::master) : 0;
@@ -197,7 +202,7 @@ void add_lane(ExactEstimate& sum, const Layout<Partition>& map, std::size_t lane
 template <class Checks, class View, class Stage, class Precision, class Opt, class Partition,
           class... T>
 [[nodiscard]] ExactEstimate estimate_of(TypeList<T...> elements, const std::vector<Opt>& groups,
-                                        const Inspection& seen, bool flat, const EstimateFor& of,
+                                        const Inspection& seen, bool flat, EstimateFor of,
                                         const Partition& partition, const View& view,
                                         const Settings& settings) {
   for (const Opt& group : groups) zero::validate(group);
@@ -208,7 +213,12 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
     throw UsageError("estimate: there is no rank " + std::to_string(of.rank) + " of " +
                      std::to_string(of.world));
   }
-  Scaling scaling(settings, of.world);
+  if (of.replicas < 1) {
+    throw UsageError("estimate: there are " + std::to_string(of.replicas) +
+                     " replicas; there must be at least one");
+  }
+  if (of.replicas > 1) of.share_memory = false;
+  Scaling scaling(settings, static_cast<double>(of.world) * static_cast<double>(of.replicas));
   scaling.validate((std::is_same_v<arithmetic_t<T>, float> || ...));
   if (of.clips) scaling.max_norm = 1;
   const bool keeps = keeps_sums(settings, scaling.looks_first(trains_16_bits(seen.parameters)));

@@ -30,7 +30,7 @@ enum class FiniteCheck : std::uint8_t {
 struct Settings {
   Gradients gradients = Gradients::local;
   /// What the summed gradient is multiplied by, once. Default: 1/K for local gradients (their
-  /// mean), 1 for reduced ones.
+  /// mean; K counts the ranks of all groups), 1 for reduced ones.
   std::optional<double> gradient_scale = std::nullopt;
   FiniteCheck finite_check = FiniteCheck::where_needed;
   /// What the caller multiplies the loss by; none: 1, and gradients are not checked for its sake.

@@ -9,6 +9,7 @@
 #include "zero/bucket_view/no_view.hpp"              // IWYU pragma: export
 #include "zero/bucket_view/param_and_grad_view.hpp"  // IWYU pragma: export
 #include "zero/bucket_view/param_view.hpp"           // IWYU pragma: export
+#include "zero/comm/hybrid.hpp"                      // IWYU pragma: export
 #include "zero/comm/in_process.hpp"                  // IWYU pragma: export
 #include "zero/config.hpp"                           // IWYU pragma: export
 #include "zero/error.hpp"                            // IWYU pragma: export

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "ranks.hpp"
 #include "zero/bfloat16.hpp"
 #include "zero/comm/fault_injector.hpp"
+#include "zero/comm/hybrid.hpp"
 #include "zero/comm/in_process.hpp"
 #include "zero/comm/mpi.hpp"
 #include "zero/optim/adam.hpp"
@@ -32,6 +34,16 @@ ranks::Model<T> model() {
   return tensors;
 }
 
+/// Which rank's gradients are drawn.
+template <class Comm>
+int drawn_rank(Comm& comm) {
+  if constexpr (zero::ReplicatedCommunicator<Comm>) {
+    return comm.world().rank();
+  } else {
+    return comm.rank();
+  }
+}
+
 /// What a rank's parameters are after some steps. Clipped, so that the norm takes part.
 template <class T, class Comm, class... Policies>
 std::string train(Comm& comm, Policies... policies) {
@@ -39,7 +51,7 @@ std::string train(Comm& comm, Policies... policies) {
   zero::ZeroSharded optimizer{zero::Adam{.lr = 1e-2}, tensors, comm, policies...};
   optimizer.clip_grad_norm(5.0);
   for (int step = 0; step < 4; ++step) {
-    ranks::draw_gradients(tensors, comm.rank(), step);
+    ranks::draw_gradients(tensors, drawn_rank(comm), step);
     optimizer.step();
   }
   return ranks::values_of(tensors);
@@ -99,4 +111,48 @@ TEST_CASE("MPI: rank r has 3 + r batches", "[comm]") {
       in_process(comm.size(), [](auto& ranks) { return train_unevenly(ranks); });
   CHECK(right.ends_with(" after " + std::to_string(2 + comm.size())));
   CHECK(train_unevenly(comm) == right);
+}
+
+TEST_CASE("MPI: groups of ranks, with the bits of in-process ones", "[comm]") {
+  zero::MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = std::chrono::seconds(20)});
+  const int shard_size = comm.size() % 2 == 0 ? 2 : 1;
+  std::string wanted;
+  zero::run_ranks(comm.size(), [&](zero::InProcessCommunicator& world) {
+    zero::HybridCommunicator groups(world, shard_size);
+    const std::string mine = train<float>(groups, zero::NoView{256}, zero::Stage1{});
+    if (world.rank() == 0) wanted = mine;
+  });
+  zero::HybridCommunicator groups(comm, shard_size);
+  CHECK(groups.replicas().size() == comm.size() / shard_size);
+  CHECK(train<float>(groups, zero::NoView{256}, zero::Stage1{}) == wanted);
+}
+
+TEST_CASE("MPI: what one rank aborts ends all ranks of all groups", "[comm]") {
+  zero::MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = std::chrono::seconds(20)});
+  if (comm.size() == 1) return;
+  zero::HybridCommunicator groups(comm, comm.size() % 2 == 0 ? 2 : 1);
+  ranks::Model<float> tensors = model<float>();
+  const bool last = comm.rank() == comm.size() - 1;
+  const ranks::Failure failure = ranks::attempt([&] {
+    zero::ZeroSharded optimizer{zero::Adam{}, tensors, groups, zero::NoView{256}, zero::Stage1{}};
+    if (last) {
+      groups.abort("the last rank has had enough");
+    } else {
+      optimizer.step();
+    }
+  });
+  if (last) return;
+  INFO(failure.text);
+  CHECK(failure.kind == ranks::Failure::Kind::communicator);
+  CHECK(failure.cause != zero::CommunicatorFailure::timeout);
+}
+
+TEST_CASE("MPI: a part of a world trains alone, by its own ranks", "[comm]") {
+  zero::MpiCommunicator comm(MPI_COMM_WORLD, {.timeout = std::chrono::seconds(20)});
+  zero::MpiCommunicator part = comm.split(comm.rank() % 2, comm.rank());
+  if (comm.rank() % 2 == 0) return;
+  float sent = static_cast<float>(comm.rank());
+  part.broadcast(std::span<float>(&sent, 1), part.size() - 1).wait();
+  CHECK(sent == static_cast<float>(2 * part.size() - 1));  // the last odd rank
+  CHECK(train<float>(part, zero::NoView{256}, zero::Stage1{}) == expected<float>(part.size()));
 }

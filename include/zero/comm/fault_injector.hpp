@@ -353,6 +353,18 @@ class FaultInjector {
         /*can_be_held=*/false);
   }
 
+  /// Passed on as they are: faults are of this communicator's own operations.
+  [[nodiscard]] auto& replicas() const
+    requires ReplicatedCommunicator<Comm>
+  {
+    return state_->inner.replicas();
+  }
+  [[nodiscard]] auto& world() const
+    requires ReplicatedCommunicator<Comm>
+  {
+    return state_->inner.world();
+  }
+
   void abort(std::string_view reason) const { state_->inner.abort(std::string(reason)); }
   [[nodiscard]] auto batch() { return state_->inner.batch(); }
 

@@ -77,7 +77,7 @@ class BucketStep {
 
   /// Forgets what was marked; nothing may be on its way.
   void forget() {
-    if (state_.world() > 1) expect_all();
+    if (!state_.alone()) expect_all();
   }
 
   /// Ends what was on its way, and frees its memory for the peers' part.
@@ -106,7 +106,7 @@ class BucketStep {
     launches_.clear();
     state_.for_each_lane(
         [&](auto& lane) { waiting_[lane.index].assign(state_.layout->buckets(lane.index), 0); });
-    if (state_.world() > 1) prepare_traffic();
+    if (!state_.alone()) prepare_traffic();
   }
 
   /// Buckets go through the communicator: reductions were started as gradients became ready, each
@@ -145,7 +145,7 @@ class BucketStep {
         } else {
           state_.update_bucket(lane, launch.bucket, state_.own_gradient(lane));
         }
-        if constexpr (State::Stage::shards_state) {
+        if (State::Stage::shards_state && state_.world() > 1) {
           state_.observe(Phase::gather, lane.index, launch.bucket,
                          [&] { traffic.start_gather(launch.bucket); });
         }
@@ -157,7 +157,7 @@ class BucketStep {
 
  private:
   [[nodiscard]] bool reduces_buckets() {
-    return state_.world() > 1 && state_.settings.gradients == Gradients::local;
+    return !state_.alone() && state_.settings.gradients == Gradients::local;
   }
 
   void finish_traffic() {
@@ -252,7 +252,7 @@ class BucketStep {
       return a.bucket > b.bucket;
     });
     message_.resize(sizeof(StepMessage) + (state_.parameters.size() + 7) / 8);
-    messages_.resize(message_.size() * static_cast<std::size_t>(state_.world()));
+    messages_.resize(message_.size() * static_cast<std::size_t>(state_.all_ranks()));
     findings_.resize(static_cast<std::size_t>(state_.world()));
     expect_all();
   }
@@ -279,7 +279,7 @@ class BucketStep {
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
       if (state_.present[i] != 0) message_[sizeof mine + i / 8] |= std::byte{1} << (i % 8);
     }
-    state_.comm()
+    state_.everyone()
         .exchange(std::span<const std::byte>(message_), std::span<std::byte>(messages_))
         .wait();
     const auto from = [&](int r) {
@@ -291,16 +291,16 @@ class BucketStep {
       std::memcpy(&theirs, from(r).data(), sizeof theirs);
       return theirs;
     };
-    for (int r = 0; r < state_.world(); ++r) {
+    for (int r = 0; r < state_.all_ranks(); ++r) {
       require_topic("step", static_cast<std::size_t>(r), head(r).topic, mine.topic);
     }
-    for (int r = 0; r < state_.world(); ++r) {
+    for (int r = 0; r < state_.all_ranks(); ++r) {
       require_same_optimizer(r, head(r).identity, state_.identity);
     }
     const auto ended = state_.agree_to_go_on([&](int r) { return head(r).join; });
     // Where nothing will be stepped, options may differ.
     const std::uint64_t options_of_rank_0 = head(0).options;
-    for (int r = 0; r < state_.world(); ++r) {
+    for (int r = 0; r < state_.all_ranks(); ++r) {
       const StepMessage theirs = head(r);
       require_agreement_to_step(r, theirs.refusal.data(), theirs.options,
                                 ended ? theirs.options : options_of_rank_0, state_.some_serve());
@@ -308,7 +308,7 @@ class BucketStep {
     if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {
       typename State::Presence presence{false, true};
-      for (int r = 0; r < state_.world(); ++r) {
+      for (int r = 0; r < state_.all_ranks(); ++r) {
         const bool there =
             (from(r)[sizeof(StepMessage) + i / 8] >> (i % 8) & std::byte{1}) != std::byte{0};
         presence.somewhere = presence.somewhere || there;
@@ -325,7 +325,7 @@ class BucketStep {
   std::array<std::vector<std::size_t>, State::lane_count> waiting_{};  ///< parameters to come
   std::vector<std::byte> message_{};
   std::vector<std::byte> messages_{};
-  std::vector<Findings> findings_{};  ///< of all ranks
+  std::vector<Findings> findings_{};  ///< of the group's ranks; other groups have the same
   typename TrafficOf<typename State::Lanes, State>::type traffic_{};
 };
 

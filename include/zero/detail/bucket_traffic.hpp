@@ -29,6 +29,8 @@ namespace zero::detail {
 /// memory is a few buckets whatever the model. Nothing is packed where a bucket lies contiguously
 /// in the caller's memory, nor gathered anywhere but in place where the lane has one base.
 ///
+/// Where ranks are one of several groups, the sums of a group are then summed over all groups.
+///
 /// Sums are in the arithmetic type. Gradients of 16 bits therefore travel all to all in their own
 /// type and are summed here, in rank order: a reduction would round the sum, and a model that adds
 /// in 16 bits each partial sum.
@@ -56,7 +58,7 @@ class BucketTraffic {
       sum_begin_[b] = shards_state ? mine : layout.bucket(lane.index, b).begin;
       mine += layout.slice(lane.index, b, comm.rank()).size();
     }
-    const StagingRoom room = Room(layout, lane.index, comm.rank()).staging();
+    const StagingRoom room = Room(layout, lane.index, comm.rank(), false).staging();
     ring_.resize(room.flights);
     const auto ranks = static_cast<std::size_t>(comm.size());
     for (Flight& flight : ring_) {
@@ -219,8 +221,7 @@ class BucketTraffic {
   void sum_received(Flight& flight) {
     const Interval whole = layout_->bucket(lane_->index, flight.bucket);
     const Interval mine = layout_->slice(lane_->index, flight.bucket, comm_->rank());
-    const std::span<A> sums = lane_->reduced.span().subspan(
-        sum_begin_[flight.bucket], shards_state ? mine.size() : whole.size());
+    const std::span<A> sums = sums_of(flight.bucket);
     const std::span<A> own =
         shards_state ? sums : sums.subspan(mine.begin - whole.begin, mine.size());
     for (std::size_t r = 0; r < sources_.size(); ++r) {
@@ -231,6 +232,21 @@ class BucketTraffic {
     count_slices(flight.bucket, flight);
     comm_->all_gather_v(std::span<const A>(own), sums, std::span<const std::size_t>(flight.counts))
         .wait();
+  }
+
+  /// What is kept of a bucket's sums.
+  [[nodiscard]] std::span<A> sums_of(std::size_t bucket) {
+    const Interval kept = shards_state ? layout_->slice(lane_->index, bucket, comm_->rank())
+                                       : layout_->bucket(lane_->index, bucket);
+    return lane_->reduced.span().subspan(sum_begin_[bucket], kept.size());
+  }
+
+  /// The group's sums become all groups'. All ranks land buckets in the same order, so that waiting
+  /// here for the other groups' ranks, who wait for theirs, ends.
+  void sum_over_replicas(std::size_t bucket) {
+    const std::span<A> sums = sums_of(bucket);
+    if (sums.empty() || comm_->replicas().size() == 1) return;
+    comm_->replicas().all_reduce(sums, ReduceOp::sum).wait();
   }
 
   template <class R>
@@ -263,6 +279,7 @@ class BucketTraffic {
       if constexpr (sums_here) {
         if (!layout_->bucket(lane_->index, flight.bucket).empty()) sum_received(flight);
       }
+      if constexpr (ReplicatedCommunicator<Comm>) sum_over_replicas(flight.bucket);
     }
     if (flight.kind == Kind::gather && lane_->base == nullptr) unpack(flight);
     oldest_ = (oldest_ + 1) % ring_.size();

@@ -87,7 +87,7 @@ class Builder {
       if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
       require_flat(seen);
     } catch (const UsageError& error) {
-      if (state_.world() == 1) throw;
+      if (state_.alone()) throw;
       refusal = text_of(error);
     }
     build(state_.groups, seen, std::move(made), refusal, 0);
@@ -110,7 +110,7 @@ class Builder {
       if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
       require_flat(seen);
     } catch (const UsageError& error) {
-      if (state_.world() == 1) throw;
+      if (state_.alone()) throw;
       refusal = text_of(error);
     }
     build(more, seen, std::move(grown), refusal, before);
@@ -220,7 +220,7 @@ class Builder {
              std::optional<Layout<Partition>> made, const std::string& refusal,
              std::size_t before) {
     const std::size_t slots_wanted = std::max(state_.slots_allocated, slots_for(all_groups));
-    if (state_.world() > 1)
+    if (!state_.alone())
       agree(seen, all_groups.size(), slots_wanted, refusal, before, made ? made->fingerprint() : 0);
     const std::size_t count = seen.parameters.size();
     std::vector<std::int64_t> counts = state_.step_counts;
@@ -289,9 +289,9 @@ class Builder {
     mine.identity = state_.identity;
     mine.address = reinterpret_cast<std::uintptr_t>(&state_);
     mine.refusal = to_text(refusal);
-    state_.identity = require_agreement(state_.comm(), seen.verb, mine, added, [&](std::size_t i) {
-      return quoted(before + i, seen.parameters[before + i].name);
-    });
+    state_.identity = require_agreement(
+        state_.everyone(), seen.verb, mine, added,
+        [&](std::size_t i) { return quoted(before + i, seen.parameters[before + i].name); });
   }
 
   template <class F>
@@ -328,7 +328,8 @@ class Builder {
 
   template <class Lane>
   [[nodiscard]] auto room_of(const Lane& lane, const Layout<Partition>& map) {
-    return LaneRoom<typename Lane::storage, Stage, Partition>(map, lane.index, state_.rank());
+    return LaneRoom<typename Lane::storage, Stage, Partition>(map, lane.index, state_.rank(),
+                                                              state_.alone());
   }
   template <class Lane>
   [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,

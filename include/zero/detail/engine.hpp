@@ -311,7 +311,7 @@ class Engine {
     StepEnd end = StepEnd::applied;
     try {
       const std::string refusal = finish_marks();
-      end = state_.world() > 1 ? way_.step(refusal, updating) : step_alone(refusal, updating);
+      end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
     } catch (const AgreedRefusal&) {
       close_join();
       forget_round(false);
@@ -436,7 +436,7 @@ class Engine {
     } else {
       forget_round(false);
     }
-    if (state_.world() > 1) {
+    if (!state_.alone()) {
       // In this order: unfinished requests give a reason of their own when they are dropped.
       try {
         state_.comm().abort(what + (" failed: " + std::string(why)));

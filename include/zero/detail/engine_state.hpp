@@ -70,6 +70,11 @@ struct EngineState : EngineIdentity {
   static constexpr std::size_t slots = slot_count<Opt>;
   static constexpr std::size_t lane_count = std::tuple_size_v<Lanes>;
   static constexpr bool shares_memory = SharedMemoryCommunicator<communicator_type>;
+  static constexpr bool has_replicas = ReplicatedCommunicator<communicator_type>;
+  static_assert(
+      !shares_memory || !has_replicas,
+      "zero: a communicator of one of several groups must have no `meet`, since gradients "
+      "are summed over the other groups too");
   /// Whether values and gradients of the lane are the caller's flat buffers.
   static constexpr bool flat = lies_flat<store_type, View, Partition>;
   /// Whether some element type is computed in float.
@@ -95,7 +100,7 @@ struct EngineState : EngineIdentity {
         precision(a_precision),
         observer(std::move(an_observer)),
         settings(all_settings),
-        scaling(settings, world()) {
+        scaling(settings, all_ranks()) {
     construct_or_abort([&] { Builder<EngineState>(*this).construct(partition); });
   }
   EngineState(const EngineState&) = delete;
@@ -103,8 +108,19 @@ struct EngineState : EngineIdentity {
 
   [[nodiscard]] store_type& store() noexcept { return store_held.get(); }
   [[nodiscard]] communicator_type& comm() noexcept { return comm_held.get(); }
+  /// The ranks that state is spread over, and this one's place among them.
   [[nodiscard]] int world() { return comm().size(); }
   [[nodiscard]] int rank() { return comm().rank(); }
+  /// Those who must agree and whose gradients are summed: the ranks of all groups.
+  [[nodiscard]] auto& everyone() noexcept {
+    if constexpr (has_replicas) {
+      return comm().world();
+    } else {
+      return comm();
+    }
+  }
+  [[nodiscard]] int all_ranks() { return everyone().size(); }
+  [[nodiscard]] bool alone() { return all_ranks() == 1; }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
   /// Where what peers read is allocated: where they can read it without being sent it, if the
   /// communicator offers such memory and the user asked for no other.
@@ -120,7 +136,7 @@ struct EngineState : EngineIdentity {
   template <class F>
   void construct_or_abort(F&& body) {
     const auto tell = [&](const char* why) {
-      if (world() > 1) comm().abort("a construction failed: " + std::string(why));
+      if (!alone()) comm().abort("a construction failed: " + std::string(why));
     };
     try {
       body();
@@ -181,7 +197,7 @@ struct EngineState : EngineIdentity {
   }
 
   /// Whether some ranks take part in the step under way without input.
-  [[nodiscard]] bool some_serve() { return inputs.ranks < world(); }
+  [[nodiscard]] bool some_serve() { return inputs.ranks < all_ranks(); }
 
   // Before the update: who has which gradients, and whether they can be stepped with.
 
@@ -190,8 +206,8 @@ struct EngineState : EngineIdentity {
   /// @param word_of the `JoinWord` of a rank
   template <class F>
   [[nodiscard]] std::optional<StepEnd> agree_to_go_on(const F& word_of) {
-    inputs = agree_on_inputs(world(), word_of);
-    if (inputs.ranks == world()) return std::nullopt;
+    inputs = agree_on_inputs(all_ranks(), word_of);
+    if (inputs.ranks == all_ranks()) return std::nullopt;
     if (inputs.ranks == 0) return StepEnd::no_input;
     if (join->options().when_first_ends == JoinEnd::raise) return StepEnd::raised;
     return std::nullopt;
@@ -214,7 +230,7 @@ struct EngineState : EngineIdentity {
     }
     findings = {};
     const bool of_fewer = join != nullptr && join->options().mean == JoinMean::ranks_with_input;
-    scaling.begin_step(of_fewer ? inputs.ranks : world());
+    scaling.begin_step(of_fewer ? inputs.ranks : all_ranks());
   }
 
   /// Looks at the gradients of this rank's fragments in a bucket. `gradient` as for

@@ -76,8 +76,9 @@ class LaneRoom {
   /// Gradients travel as they are and are summed where they arrive, in the arithmetic type.
   static constexpr bool sums_here = !std::is_same_v<typename S::value, typename S::arithmetic>;
 
-  LaneRoom(const Layout<Partition>& map, std::size_t lane, int rank)
-      : map_(&map), lane_(lane), rank_(rank) {}
+  /// @param alone whether there are no other ranks at all, not of other groups either
+  LaneRoom(const Layout<Partition>& map, std::size_t lane, int rank, bool alone)
+      : map_(&map), lane_(lane), rank_(rank), alone_(alone) {}
 
   /// An arena that holds the lane, padding included.
   [[nodiscard]] std::size_t arena() const { return map_->extent(lane_); }
@@ -90,7 +91,7 @@ class LaneRoom {
   /// Sums of gradients that have to be stored.
   /// @param keeps as `keeps_sums` says
   [[nodiscard]] std::size_t sums(bool shares_memory, const Settings& settings, bool keeps) const {
-    if (map_->world() == 1 || settings.gradients == Gradients::reduced) return 0;
+    if (alone_ || settings.gradients == Gradients::reduced) return 0;
     // Ranks that share memory sum while they update, unless they have to look first; without
     // sharding, where everyone needs all sums, each keeps those of its slices for the others.
     if (shares_memory) {
@@ -116,7 +117,7 @@ class LaneRoom {
 
   /// Buckets on their way between ranks that don't share memory.
   [[nodiscard]] StagingRoom staging() const {
-    if (map_->world() == 1) return {};
+    if (alone_) return {};
     StagingRoom room;
     std::size_t largest = 0;
     std::size_t largest_slice = 0;
@@ -158,6 +159,7 @@ class LaneRoom {
   const Layout<Partition>* map_;
   std::size_t lane_;
   int rank_;
+  bool alone_;
 };
 
 }  // namespace zero::detail

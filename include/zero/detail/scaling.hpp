@@ -22,7 +22,8 @@ namespace zero::detail {
 /// ranks compute the same from the same findings.
 class Scaling {
  public:
-  Scaling(const Settings& settings, int world) : settings_(&settings), world_(world) {
+  /// @param ranks whose gradients are summed
+  Scaling(const Settings& settings, double ranks) : settings_(&settings), ranks_(ranks) {
     if (settings.loss_scale) loss_scale_ = settings.loss_scale->scale;
   }
 
@@ -61,7 +62,7 @@ class Scaling {
   /// What the sum over ranks is multiplied by, loss scale and clipping aside.
   [[nodiscard]] double of_sums() const {
     const bool sums = settings_->gradients == Gradients::local;
-    return settings_->gradient_scale.value_or(sums ? 1.0 / world_ : 1.0);
+    return settings_->gradient_scale.value_or(sums ? 1.0 / ranks_ : 1.0);
   }
   /// Of the step under way.
   [[nodiscard]] double of_step() const noexcept { return of_step_; }
@@ -76,9 +77,9 @@ class Scaling {
   }
 
   /// @param ranks how many the mean is taken over: all, or those of a join that have input
-  void begin_step(int ranks) {
+  void begin_step(double ranks) {
     gradient_norm_.reset();
-    of_sums_now_ = ranks == world_ ? of_sums() : 1.0 / ranks;
+    of_sums_now_ = ranks == ranks_ ? of_sums() : 1.0 / ranks;
     of_step_ = unclipped();
   }
 
@@ -152,7 +153,7 @@ class Scaling {
   [[nodiscard]] double unclipped() const { return of_sums_now_ / loss_scale_; }
 
   const Settings* settings_;
-  int world_;
+  double ranks_;
   double loss_scale_ = 1;
   double of_sums_now_ = 1;  ///< `of_sums` of the step under way
   int applied_in_a_row_ = 0;
