@@ -16,9 +16,10 @@ PeerTimes torch_zero(const std::vector<Shape>& shapes) {
   std::ofstream(file) << all;
 
   // Not as a part of this program's MPI job.
-  const std::string command = "env -i PATH=\"$PATH\" HOME=\"$HOME\" \"${PYTHON:-python3}\" '" ZERO_BENCH_SOURCE_DIR
-                              "/benchmarks/peers/torch_zero.py' '" +
-                              file + "' 2>&1";
+  const std::string command =
+      "env -i PATH=\"$PATH\" HOME=\"$HOME\" \"${PYTHON:-python3}\" '" ZERO_BENCH_SOURCE_DIR
+      "/benchmarks/peers/torch_zero.py' '" +
+      file + "' 2>&1";
   std::FILE* const pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) return {{}, "python3 could not be started"};
   std::string output;

@@ -152,9 +152,9 @@ concept Communicator = Ranked<C> && Capable<C> && Element<T> && AllReduce<C, T> 
                        AllGatherV<C, T> && AllToAll<C, T> && AllToAllV<C, T> && Broadcast<C, T> &&
                        Barrier<C> && HostExchange<C> && Abortable<C> && Batching<C>;
 
-/// A communicator whose ranks are processes of one host may offer memory that all of them read where
-/// it lies: `shared_memory()` is then where buckets are allocated, which makes its collectives over
-/// them cheaper; null where there is none.
+/// A communicator whose ranks are processes of one host may offer memory that all of them read
+/// where it lies: `shared_memory()` is then where buckets are allocated, which makes its
+/// collectives over them cheaper; null where there is none.
 template <class C>
 concept SharedMemoryProvider = requires(const C& comm) {
   { comm.shared_memory() } -> std::same_as<std::shared_ptr<std::pmr::memory_resource>>;
