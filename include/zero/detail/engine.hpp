@@ -26,6 +26,7 @@
 #include "zero/detail/marks.hpp"
 #include "zero/detail/shared_memory_step.hpp"
 #include "zero/detail/store.hpp"
+#include "zero/detail/store_reader.hpp"
 #include "zero/error.hpp"
 #include "zero/join_options.hpp"
 #include "zero/layout.hpp"
@@ -47,6 +48,7 @@ class Engine {
       : state_(std::move(groups), std::forward<Store>(store), std::forward<Comm>(comm),
                std::move(partition), std::move(view), std::move(precision), std::move(observer),
                settings),
+        reader_(state_),
         marks_(state_.parameters),
         way_(state_) {
     state_.construct_or_abort([&] {
@@ -62,8 +64,9 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("gradient");
-    require_trainable(i, "gradient");
-    const std::span<T> memory = gradient_memory<T>(state_.parameters[i].leader, "gradient");
+    reader_.require_trainable(i, "gradient");
+    const std::span<T> memory =
+        reader_.template gradient_memory<T>(state_.parameters[i].leader, "gradient");
     adds = !marks_.begin_lease(i);  // not the first on it
     return memory;
   }
@@ -78,10 +81,10 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join(verb);
-    require_trainable(i, verb);
+    reader_.require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
-    if (mark == Mark::ready && !record_gradient(leader, verb, !accumulating_)) {
+    if (mark == Mark::ready && !reader_.record_gradient(leader, verb, !accumulating_)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        " has a null gradient; give it memory, or call mark_absent");
     }
@@ -180,7 +183,7 @@ class Engine {
   void zero_gradients() {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    require_size("zero_grad");
+    reader_.require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
@@ -205,12 +208,7 @@ class Engine {
     return state_;
   }
   [[nodiscard]] std::size_t staging_bytes() const { return way_.staging_bytes(); }
-  void require(std::size_t i, const char* verb) const {
-    if (i >= state_.parameters.size()) {
-      throw UsageError(std::string(verb) + ": there is no parameter " + std::to_string(i) +
-                       "; the store has " + std::to_string(state_.parameters.size()));
-    }
-  }
+  void require(std::size_t i, const char* verb) const { reader_.require(i, verb); }
 
  private:
   void require_usable() const {
@@ -227,66 +225,6 @@ class Engine {
   void close_join() noexcept {
     if (state_.join != nullptr) state_.join->close();
   }
-  /// The caller's container may have changed behind the optimizer's back. One that has grown is on
-  /// its way to add_param_group, unless it is stepped.
-  void require_size(const char* verb, bool may_have_grown = true) {
-    const std::size_t shown = std::ranges::size(state_.store());
-    if (shown == state_.parameters.size()) return;
-    if (may_have_grown && shown > state_.parameters.size()) return;
-    throw UsageError(std::string(verb) + ": the store shows " + std::to_string(shown) +
-                     " parameters, but this optimizer has " +
-                     std::to_string(state_.parameters.size()) +
-                     "; call add_param_group where it has grown, and take none away");
-  }
-  void require_unmoved(std::size_t i) {
-    detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&]<class T>(
-                                                                             std::span<T> values) {
-      const auto& lane = std::get<lane_of<T, elements>::value>(state_.lanes);
-      if (values.size() == state_.parameters[i].elements &&
-          (values.empty() || values.data() == lane.values[i])) {
-        return;
-      }
-      throw UsageError("step: " + state_.name_of(i) +
-                       "'s values are no longer where they were; they must stay in place while an "
-                       "optimizer uses them");
-    });
-  }
-  void require_trainable(std::size_t i, const char* verb) {
-    require_size(verb);
-    require(i, verb);
-    if (state_.parameters[i].frozen) {
-      throw UsageError(std::string(verb) + ": " + state_.name_of(i) +
-                       " is frozen and has no gradient");
-    }
-  }
-
-  template <class T>
-  std::span<T> gradient_memory(std::size_t leader, const char* verb) {
-    std::span<T> memory;
-    bool right_type = false;
-    detail::visit_span(detail::parameter_at(state_.store(), leader).gradient(), [&](auto span) {
-      if constexpr (std::is_same_v<decltype(span), std::span<T>>) {
-        memory = span;
-        right_type = true;
-      }
-    });
-    if (!right_type) {
-      throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
-                       " has another element type than the one asked for");
-    }
-    const std::size_t wanted = state_.parameters[leader].elements;
-    if (memory.size() != wanted || (memory.data() == nullptr && wanted != 0)) {
-      throw UsageError(std::string(verb) + ": " + gradient_size(leader, memory.size()));
-    }
-    return memory;
-  }
-
-  [[nodiscard]] std::string gradient_size(std::size_t leader, std::size_t found) const {
-    if (found == 0) return state_.name_of(leader) + " has a null gradient; give it memory first";
-    return state_.name_of(leader) + "'s gradient has " + std::to_string(found) +
-           " elements, but the parameter has " + std::to_string(state_.parameters[leader].elements);
-  }
-
   /// After what `body` throws nobody can go on, or where `halfway` not this optimizer either.
   template <class F>
   void or_give_up(bool halfway, F&& body) {
@@ -351,27 +289,6 @@ class Engine {
     return StepEnd::applied;
   }
 
-  /// Checks a gradient and `notes` where it lies; false where there is none.
-  bool record_gradient(std::size_t leader, const char* verb, bool notes = true) {
-    return detail::visit_span(
-        detail::parameter_at(state_.store(), leader).gradient(), [&](auto span) {
-          using T = typename decltype(span)::value_type;
-          if (span.empty() && state_.parameters[leader].elements != 0) return false;
-          if (span.size() != state_.parameters[leader].elements) {
-            throw UsageError(std::string(verb) + ": " + gradient_size(leader, span.size()));
-          }
-          if (lane_of<T, elements>::value != state_.parameters[leader].lane) {
-            throw UsageError(
-                std::string(verb) + ": " + state_.name_of(leader) +
-                "'s gradient has another element type than its values; make them alike");
-          }
-          if (!notes) return true;
-          std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
-          state_.present[leader] = 1;
-          return true;
-        });
-  }
-
   /// Whether this step has input on this rank. Throws where its join makes no sense.
   bool has_input() {
     if (state_.join == nullptr) return true;
@@ -408,11 +325,11 @@ class Engine {
                            "', which was not asked for at construction; construct with it on");
         }
       }
-      require_size("step", false);
+      reader_.require_size("step", false);
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (!state_.steps_alone(i)) continue;
-        require_unmoved(i);
-        if (takes && !marks_.whole(i)) record_gradient(i, "step");
+        reader_.require_unmoved(i);
+        if (takes && !marks_.whole(i)) reader_.record_gradient(i, "step");
       }
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
@@ -464,6 +381,7 @@ class Engine {
   bool accumulating_ = false;
   Fingerprint<Opt> fingerprint_{};
   State state_;
+  StoreReader<State> reader_;
   Marks marks_;
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
