@@ -11,10 +11,9 @@
 #include <tuple>
 #include <type_traits>
 
-#include "zero/detail/lane.hpp"
+#include "zero/detail/inspect.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
-#include "zero/parameter.hpp"
 
 namespace zero::detail {
 
