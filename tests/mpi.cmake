@@ -26,8 +26,9 @@ if(zero_mpiexec MATCHES "Open MPI|OpenRTE")
   zero_label(mpi mpi_faults)
   add_test(NAME mpi_faults_test
     COMMAND ${CMAKE_COMMAND} -D MPIEXEC=${MPIEXEC_EXECUTABLE} -D NUMPROC_FLAG=${MPIEXEC_NUMPROC_FLAG}
-            -D PROGRAM=$<TARGET_FILE:mpi_faults> -P ${CMAKE_CURRENT_LIST_DIR}/comm/mpi_faults.cmake)
-  set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 120  # sleeps, mostly
+            -D PROGRAM=$<TARGET_FILE:mpi_faults> -D VERDICTS=${CMAKE_CURRENT_BINARY_DIR}/mpi_verdicts
+            -P ${CMAKE_CURRENT_LIST_DIR}/comm/mpi_faults.cmake)
+  set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 300  # sleeps, mostly
     ENVIRONMENT "${zero_mpi_environment}")
 endif()
 

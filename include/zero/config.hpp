@@ -66,3 +66,10 @@
 #else
 #define ZERO_PROCESS_MEMORY 0
 #endif
+
+/// POSIX: a write to a connection whose other end is gone raises SIGPIPE.
+#if defined(__unix__) || defined(__APPLE__)
+#define ZERO_POSIX_SIGNALS 1
+#else
+#define ZERO_POSIX_SIGNALS 0
+#endif

@@ -566,7 +566,14 @@ void check_split(Comm& comm) {
     check_all_reduce<float>(part);
     comm.barrier().wait();  // the whole goes on beside its parts
     check_in_flight<float>(part);
+    if (me % 2 == 0) part.split(0, 0).barrier().wait();  // of which the other part knows nothing
+    comm.barrier().wait();
   }
+  auto part_of_part = [&] {
+    auto gone = comm.split(0, 0);
+    return gone.split(me % 2, me);
+  }();
+  check_all_reduce<float>(part_of_part);
   auto same = comm.split(0, 0);
   require(same.size() == comm.size() && same.rank() == me, "equal keys go by rank");
   require_usage_error([&] { return comm.split(-1, 0); }, {"split", "color", "-1"});

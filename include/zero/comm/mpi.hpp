@@ -20,18 +20,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <memory_resource>
 #include <span>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "zero/comm/mpi_options.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/checked_operation.hpp"
+#include "zero/detail/mpi_context.hpp"
 #include "zero/detail/mpi_environment.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/detail/mpi_state.hpp"
@@ -109,17 +111,21 @@ class MpiCommunicatorRef {
 
   /// Borrows `comm`, with nothing sent. Until the last copy and request are gone `comm` must not be
   /// freed and nobody else may communicate over it, nor a second such handle; errors on it are
-  /// returned meanwhile (MPI_ERRORS_RETURN). Where that can't be promised, use `MpiCommunicator`.
+  /// returned meanwhile (MPI_ERRORS_RETURN), and a receive is pending, which MPI wants over before
+  /// MPI_Finalize. Where that can't be promised, use `MpiCommunicator`.
   explicit MpiCommunicatorRef(MPI_Comm comm, const MpiOptions& options = {})
-      : MpiCommunicatorRef(detail::require_comm(comm, "MpiCommunicatorRef"), false, options) {}
+      : MpiCommunicatorRef(
+            detail::MpiMembers::all(detail::require_comm(comm, "MpiCommunicatorRef"), false),
+            options) {}
 
   [[nodiscard]] int rank() const noexcept { return static_cast<int>(state_->rank()); }
   [[nodiscard]] int size() const noexcept { return static_cast<int>(state_->size()); }
   [[nodiscard]] std::chrono::nanoseconds timeout() const noexcept {
     return state_->options().timeout;
   }
-  /// MPI's own handle. Communicate over a duplicate of it, not over it.
-  [[nodiscard]] MPI_Comm native_handle() const noexcept { return state_->comm(); }
+  /// MPI's own handle; MPI_COMM_NULL for a part made by `split`, which has none of its own.
+  /// Communicate over a duplicate of it, not over it.
+  [[nodiscard]] MPI_Comm native_handle() const noexcept { return state_->members().own_comm(); }
 
   /// A resource whose memory all ranks read where it lies, rather than be sent it; null, on all
   /// ranks, where some can't: on several hosts, where the system forbids it, without
@@ -185,7 +191,9 @@ class MpiCommunicatorRef {
     return start<void>(detail::checked::broadcast<T>(*this, data, root));
   }
 
-  [[nodiscard]] MpiRequest barrier() { return start_barrier("barrier"); }
+  [[nodiscard]] MpiRequest barrier() {
+    return start<void>({.kind = detail::InProcessKind::barrier, .name = "barrier"});
+  }
 
   /// `mine` may be exactly this rank's part of `all`.
   [[nodiscard]] MpiRequest exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
@@ -207,11 +215,18 @@ class MpiCommunicatorRef {
   [[nodiscard]] Batch batch() noexcept { return {}; }
 
  protected:
-  MpiCommunicatorRef(MPI_Comm comm, bool owned, const MpiOptions& options)
-      : state_(std::make_shared<detail::MpiState>(comm, owned, options)) {}
+  MpiCommunicatorRef(detail::MpiMembers members, const MpiOptions& options)
+      : state_(std::make_shared<detail::MpiState>(std::move(members), options)) {}
 
-  MpiRequest start_barrier(const char* name) {
-    return start<void>({.kind = detail::InProcessKind::barrier, .name = name});
+  /// Every rank's `mine`, in rank order, in an operation of this name.
+  template <class T>
+  std::vector<T> exchange_all(const char* name, const T& mine) {
+    std::vector<T> all(world_size());
+    detail::InProcessOperation what = detail::checked::exchange(
+        *this, std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    what.name = name;
+    start<void>(what).wait();
+    return all;
   }
   detail::MpiState* state() const noexcept { return state_.get(); }
 
@@ -234,10 +249,12 @@ class MpiCommunicatorRef {
 /// Must be destroyed before MPI_Finalize. One that is poisoned is left to MPI and not freed.
 class MpiCommunicator : public MpiCommunicatorRef {
  public:
-  /// Duplicates `comm`; collective over it. Throws `UsageError` where MPI may not be called, and
-  /// `CommunicatorError` where a rank doesn't come within the timeout.
+  /// Duplicates `comm`; collective over it, on which errors are returned meanwhile
+  /// (MPI_ERRORS_RETURN). Throws `UsageError` where MPI may not be called, and `CommunicatorError`
+  /// where a rank doesn't come within the timeout or the ranks' options differ.
   explicit MpiCommunicator(MPI_Comm comm, const MpiOptions& options = {})
-      : MpiCommunicatorRef(duplicate(comm, options), true, options) {
+      : MpiCommunicatorRef(duplicate(comm, options), options) {
+    agree_on_reduction();
     state()->meet_peers();
   }
 
@@ -252,69 +269,75 @@ class MpiCommunicator : public MpiCommunicatorRef {
   ~MpiCommunicator() { close(); }
 
   /// This rank's part of a smaller communicator: of those that give the same `color`, in the order
-  /// of `key`, then of rank. Collective over this one. Throws `UsageError` where `color` is
-  /// negative, and `CommunicatorError`. MPI's own split, called once all ranks have come, knows no
-  /// timeout: a rank that fails at that moment leaves its peers in it.
+  /// of `key`, then of rank. Collective over this one; one at a time on a rank, its parts' splits
+  /// included. Throws `UsageError` where `color` is negative or MPI has no tags left, and
+  /// `CommunicatorError`. A failure of the part is not one of the whole, nor the reverse. A part
+  /// shares the whole's `MPI_Comm`, may outlive it, and sums in rank order, for MPI's own
+  /// reductions need an `MPI_Comm` of the members alone, which MPI makes without a timeout.
   [[nodiscard]] MpiCommunicator split(int color, int key) {
     if (color < 0) {
       throw UsageError("rank " + std::to_string(rank()) + ": split: color is " +
                        std::to_string(color) + "; it must not be negative. Nothing was started.");
     }
-    // MPI_Comm_split knows no timeout: it is called once all ranks are there.
-    start_barrier("split").wait();
-    MPI_Comm part = MPI_COMM_NULL;
-    const int code = MPI_Comm_split(native_handle(), color, key, &part);
-    if (code != MPI_SUCCESS) {
-      const std::string why = detail::mpi_error("MPI_Comm_split", code);
-      abort(why);
-      throw CommunicatorError(CommunicatorFailure::transport, rank(), "split", 0,
-                              "rank " + std::to_string(rank()) + ": split: " + why);
+    struct Wish {
+      int color, key, tag;
+    };
+    const detail::MpiMembers& whole = state()->members();
+    const std::vector<Wish> all =
+        exchange_all("split", Wish{color, key, whole.context->unused_tag()});
+    // Each rank's tags only rise, so that no two have ever met under this one.
+    int tag = 0;
+    for (const Wish& wish : all) tag = std::max(tag, wish.tag);
+    if (tag > detail::MpiContext::last_tag() - 3) {
+      throw UsageError("rank " + std::to_string(rank()) +
+                       ": split: this communicator and its parts have used all of MPI's tags; "
+                       "split less often, or make a new MpiCommunicator.");
     }
-    return MpiCommunicator(Adopted{part}, state()->options());
+    whole.context->use_up_to(tag + 2);
+
+    std::vector<std::size_t> ranks;
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      if (all[r].color == color) ranks.push_back(r);
+    }
+    std::stable_sort(ranks.begin(), ranks.end(),
+                     [&](std::size_t a, std::size_t b) { return all[a].key < all[b].key; });
+    detail::MpiMembers part{.context = whole.context, .tag = tag};
+    for (const std::size_t r : ranks) {
+      if (r == whole.rank) part.rank = part.mpi_ranks.size();
+      part.mpi_ranks.push_back(whole.mpi_ranks[r]);
+    }
+    MpiOptions options = state()->options();
+    options.reduction = MpiReduction::rank_order;
+    return MpiCommunicator(std::move(part), options);
   }
 
  private:
-  struct Adopted {
-    MPI_Comm comm;
-  };
-  MpiCommunicator(Adopted adopted, const MpiOptions& options)
-      : MpiCommunicatorRef(adopted.comm, true, options) {
+  MpiCommunicator(detail::MpiMembers part, const MpiOptions& options)
+      : MpiCommunicatorRef(std::move(part), options) {
     state()->meet_peers();
   }
 
-  static MPI_Comm duplicate(MPI_Comm comm, const MpiOptions& options) {
+  static detail::MpiMembers duplicate(MPI_Comm comm, const MpiOptions& options) {
     detail::require_comm(comm, "MpiCommunicator");
     (void)detail::mpi_chunk_bytes(options, detail::size_of(comm));  // before peers are involved
-    // Where it fails MPI may still write the handle, so that then the memory is leaked.
-    auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-    MPI_Request request = MPI_REQUEST_NULL;
-    const auto fail = [&](CommunicatorFailure failure, const std::string& why) {
-      (void)copy.release();
-      const int rank = static_cast<int>(detail::rank_in(comm));
-      throw CommunicatorError(failure, rank, "duplicate", 0,
-                              "rank " + std::to_string(rank) + ": MpiCommunicator of " +
-                                  std::to_string(detail::size_of(comm)) + " ranks: " + why);
+    return detail::MpiMembers::all(detail::mpi_duplicate(comm, options), true);
+  }
+
+  /// By the header of each message ranks see whether their `chunk_bytes` differ.
+  void agree_on_reduction() {
+    const std::vector<MpiReduction> all =
+        exchange_all("MpiCommunicator", state()->options().reduction);
+    const auto other = std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>());
+    if (other == all.end()) return;
+    const auto words = [&](std::ptrdiff_t r) {
+      const bool native = all[static_cast<std::size_t>(r)] == MpiReduction::native;
+      return "rank " + std::to_string(r) +
+             " has MpiReduction::" + (native ? "native" : "rank_order");
     };
-    int code = MPI_Comm_idup(comm, copy.get(), &request);
-    if (code != MPI_SUCCESS) {
-      fail(CommunicatorFailure::transport, detail::mpi_error("MPI_Comm_idup", code));
-    }
-    const auto end =
-        std::chrono::steady_clock::now() +
-        std::min<std::chrono::nanoseconds>(options.timeout, std::chrono::hours(100000));
-    for (int over = 0;;) {
-      code = MPI_Test(&request, &over, MPI_STATUS_IGNORE);
-      if (code != MPI_SUCCESS) {
-        fail(CommunicatorFailure::transport, detail::mpi_error("MPI_Comm_idup", code));
-      }
-      if (over != 0) return *copy;
-      if (std::chrono::steady_clock::now() > end) {
-        fail(CommunicatorFailure::timeout,
-             "not all ranks of the given communicator have come to duplicate it; make it on all "
-             "of them, or allow more time (MpiOptions::timeout)");
-      }
-      std::this_thread::yield();
-    }
+    const std::ptrdiff_t r = other - all.begin();
+    state()->give_up(CommunicatorFailure::mismatch, "MpiCommunicator",
+                     "their MpiOptions::reduction differ: " + words(r) + ", " + words(r + 1) +
+                         "; give all ranks the same");
   }
 
   void close() noexcept {

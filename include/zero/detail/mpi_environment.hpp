@@ -42,6 +42,13 @@ inline bool any_thread_may_call_mpi() noexcept {
   return level == MPI_THREAD_MULTIPLE || (level < MPI_THREAD_SERIALIZED && may_call_mpi());
 }
 
+inline std::string mpi_error(const char* call, int code) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return std::string(call) + ": " + std::string(text, static_cast<std::size_t>(length));
+}
+
 /// Throws a `UsageError` that says why MPI may not be called.
 inline void require_mpi(const char* operation) {
   if (may_call_mpi()) return;

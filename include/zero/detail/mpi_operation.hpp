@@ -187,7 +187,8 @@ inline std::string mismatch_text(std::size_t rank, const MpiOperation& operation
   } else if (theirs.counts_hash != mine.counts_hash) {
     text += "; their counts differ";
   } else if (theirs.chunk_bytes != mine.chunk_bytes) {
-    text += "; their MpiOptions::chunk_bytes differ";
+    text += "; their MpiOptions::chunk_bytes differ: " + std::to_string(mine.chunk_bytes) +
+            " and " + std::to_string(theirs.chunk_bytes);
   } else if (theirs.native != mine.native) {
     text += "; their MpiOptions::reduction differ";
   }

@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "zero/detail/mpi_context.hpp"
+#include "zero/detail/mpi_environment.hpp"
 #include "zero/detail/mpi_native_reduction.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/detail/mpi_peer_memory.hpp"
@@ -24,33 +26,28 @@
 
 namespace zero::detail {
 
-inline std::string mpi_error(const char* call, int code) {
-  char text[MPI_MAX_ERROR_STRING] = "";
-  int length = 0;
-  MPI_Error_string(code, text, &length);
-  return std::string(call) + ": " + std::string(text, static_cast<std::size_t>(length));
-}
-
 class MpiRound {
  public:
-  static constexpr int tag = 24301;
-
-  MpiRound(MPI_Comm comm, std::size_t rank, std::size_t size, std::size_t chunk_bytes)
-      : comm_(comm),
-        rank_(rank),
-        size_(size),
+  MpiRound(const MpiMembers& members, std::size_t chunk_bytes)
+      : comm_(members.context->comm()),
+        tag_(members.tag),
+        rank_(members.rank),
+        size_(members.size()),
         chunk_bytes_(chunk_bytes),
         sent_bytes_(std::min(most_sent_bytes, chunk_bytes)),
-        staging_(size - 1, chunk_bytes),
-        peers_(size - 1),
+        staging_(size_ - 1, chunk_bytes),
+        peers_(size_ - 1),
         arrived_(staging_.count()),
         indices_(staging_.count()),
         statuses_(staging_.count()),
-        sources_(size),
-        typed_sources_(size),
-        native_(comm, rank, size) {
+        sources_(size_),
+        typed_sources_(size_),
+        native_(comm_, rank_, size_) {
     // Everybody begins behind itself, so that not all send to one rank at a time.
-    for (std::size_t i = 0; i < peers_.size(); ++i) peers_[i].rank = (rank + 1 + i) % size;
+    for (std::size_t i = 0; i < peers_.size(); ++i) {
+      peers_[i].rank = (rank_ + 1 + i) % size_;
+      peers_[i].mpi_rank = members.mpi_ranks[peers_[i].rank];
+    }
   }
 
   [[nodiscard]] MpiStaging& staging() noexcept { return staging_; }
@@ -139,6 +136,7 @@ class MpiRound {
  private:
   struct Peer {
     std::size_t rank = 0;
+    int mpi_rank = 0;  // in comm_
     MpiShare share{};
     std::size_t sends = 0, sent = 0;                       // messages
     std::size_t receives = 0, received = 0, consumed = 0;  // `received`: asked for
@@ -173,12 +171,11 @@ class MpiRound {
   bool post() {
     bool moved = false;
     for (Peer& peer : peers_) {
-      const int rank = static_cast<int>(peer.rank);
       while (peer.received < peer.receives && peer.received - peer.consumed < MpiStaging::depth) {
         const std::size_t slot = staging_.receive_slot(index_of(peer), peer.received);
         if (!succeeded("MPI_Irecv",
                        MPI_Irecv(staging_.slot(slot), static_cast<int>(staging_.slot_bytes()),
-                                 MPI_BYTE, rank, tag, comm_, &staging_.requests[slot]))) {
+                                 MPI_BYTE, peer.mpi_rank, tag_, comm_, &staging_.requests[slot]))) {
           return moved;
         }
         ++peer.received;
@@ -197,7 +194,7 @@ class MpiRound {
         }
         if (!succeeded("MPI_Isend",
                        MPI_Isend(staging_.slot(slot), static_cast<int>(sizeof header_ + bytes),
-                                 MPI_BYTE, rank, tag, comm_, &staging_.requests[slot]))) {
+                                 MPI_BYTE, peer.mpi_rank, tag_, comm_, &staging_.requests[slot]))) {
           return moved;
         }
         ++peer.sent;
@@ -221,11 +218,9 @@ class MpiRound {
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS) return succeeded("MPI_Testsome", code);
     if (count == MPI_UNDEFINED) return true;
     for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
-      if (code == MPI_ERR_IN_STATUS && !succeeded("MPI_Testsome", statuses_[i].MPI_ERROR)) {
-        return false;
-      }
-      moved = true;
       const auto slot = static_cast<std::size_t>(indices_[i]);
+      if (code == MPI_ERR_IN_STATUS && !arrived_whole(slot, statuses_[i].MPI_ERROR)) return false;
+      moved = true;
       if (staging_.sends(slot)) {
         --unfinished_;
       } else {
@@ -239,6 +234,21 @@ class MpiRound {
       if (!take(peer)) return false;
     }
     return true;
+  }
+
+  /// A message larger than its slot is a peer's with other options, or a stranger's.
+  bool arrived_whole(std::size_t slot, int code) {
+    int kind = MPI_SUCCESS;
+    MPI_Error_class(code, &kind);
+    if (kind != MPI_ERR_TRUNCATE || staging_.sends(slot)) return succeeded("MPI_Testsome", code);
+    const Peer& peer = peers_[staging_.peer_of(slot)];
+    // What fits has arrived, as a rule; if not, an earlier message's header has the own options.
+    MpiHeader theirs;
+    std::memcpy(&theirs, staging_.slot(slot), sizeof theirs);
+    if (theirs.chunk_bytes == header_.chunk_bytes) theirs.magic = 0;
+    trouble_ = MpiTrouble{
+        .peer = static_cast<int>(peer.rank), .theirs = theirs, .expected_bytes = theirs.pair_bytes};
+    return false;
   }
 
   void sizes_of_arrival(std::size_t slot, std::size_t bytes) noexcept {
@@ -378,6 +388,7 @@ class MpiRound {
   }
 
   MPI_Comm comm_;
+  int tag_;
   std::size_t rank_;
   std::size_t size_;
   std::size_t chunk_bytes_;

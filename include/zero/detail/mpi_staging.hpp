@@ -46,6 +46,9 @@ class MpiStaging {
   [[nodiscard]] std::size_t receive_slot(std::size_t peer, std::size_t message) const noexcept {
     return (peers_ + peer) * depth + message % depth;
   }
+  [[nodiscard]] std::size_t peer_of(std::size_t slot) const noexcept {
+    return slot / depth % peers_;
+  }
   [[nodiscard]] bool sends(std::size_t slot) const noexcept { return slot < peers_ * depth; }
   [[nodiscard]] std::size_t count() const noexcept { return 2 * depth * peers_; }
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return lines_ * sizeof(Line); }

@@ -16,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <memory_resource>
 #include <mutex>
@@ -25,12 +24,14 @@
 #include <string>
 #include <string_view>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "zero/comm/mpi_options.hpp"
+#include "zero/detail/broken_pipe.hpp"
+#include "zero/detail/mpi_context.hpp"
 #include "zero/detail/mpi_environment.hpp"
+#include "zero/detail/mpi_notices.hpp"
 #include "zero/detail/mpi_operation.hpp"
 #include "zero/detail/mpi_peer_memory.hpp"
 #include "zero/detail/mpi_round.hpp"
@@ -43,20 +44,15 @@ class MpiState {
   using nanoseconds = std::chrono::nanoseconds;
   using Clock = std::chrono::steady_clock;
 
-  /// @param owned whether `comm` is freed in the end
-  MpiState(MPI_Comm comm, bool owned, const MpiOptions& options)
-      : comm_(comm),
-        owned_(owned),
+  MpiState(MpiMembers members, const MpiOptions& options)
+      : members_(std::move(members)),
         options_(options),
-        rank_(rank_in(comm)),
-        size_(size_of(comm)),
-        round_(comm, rank_, size_, mpi_chunk_bytes(options, size_)),
+        rank_(members_.rank),
+        size_(members_.size()),
+        round_(members_, mpi_chunk_bytes(options, size_)),
+        notices_(members_, round_.staging()),
         operations_(initial_operations),
-        left_(size_, 0) {
-    // So that an error becomes an exception and not the end of the process.
-    MPI_Comm_get_errhandler(comm_, &former_errhandler_);
-    MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
-  }
+        left_(size_, 0) {}
   MpiState(const MpiState&) = delete;
   MpiState& operator=(const MpiState&) = delete;
   ~MpiState() { close(); }
@@ -64,7 +60,7 @@ class MpiState {
   [[nodiscard]] std::size_t rank() const noexcept { return rank_; }
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] const MpiOptions& options() const noexcept { return options_; }
-  [[nodiscard]] MPI_Comm comm() const noexcept { return comm_; }
+  [[nodiscard]] const MpiMembers& members() const noexcept { return members_; }
 
   /// Collective, before any other operation: finds out which peers' memory can be read. Throws
   /// `CommunicatorError`.
@@ -108,6 +104,7 @@ class MpiState {
   /// The operation's sequence number. Throws `UsageError`, or `CommunicatorError` where poisoned.
   std::uint64_t start(const MpiOperation& operation) {
     require_mpi(operation.name);
+    const BrokenPipeGuard guard;
     if (closed_) {
       throw UsageError("rank " + std::to_string(rank_) + ": " + operation.name +
                        ": this communicator's owner has been destroyed. Nothing was started.");
@@ -124,6 +121,7 @@ class MpiState {
   void wait(std::uint64_t sequence, nanoseconds timeout) {
     if (completed_ > sequence) return;
     require_mpi("wait");
+    const BrokenPipeGuard guard;
     Clock::time_point since = Clock::now();  // nothing has arrived
     Clock::time_point looked = since;
     while (completed_ <= sequence) {
@@ -152,6 +150,7 @@ class MpiState {
   bool done(std::uint64_t sequence) {
     if (completed_ > sequence) return true;
     require_mpi("done");
+    const BrokenPipeGuard guard;
     while (completed_ <= sequence) {
       if (!poisoned_ && advance()) continue;
       if (!poisoned_) look();
@@ -159,6 +158,13 @@ class MpiState {
       return false;
     }
     return true;
+  }
+
+  /// What all ranks see alike, of an operation that is over: poisons, and throws.
+  [[noreturn]] void give_up(CommunicatorFailure failure, const char* operation,
+                            const std::string& why) {
+    poison(failure, rank_, [&] { return why; });
+    fail({{.kind = InProcessKind::exchange, .name = operation}}, completed_ - 1);
   }
 
   /// The end of a request that nobody has waited for.
@@ -187,7 +193,13 @@ class MpiState {
   void close() noexcept {
     if (closed_) return;
     closed_ = true;
-    if (!may_call_mpi()) return;  // the staging memory is leaked where it is in use
+    const BrokenPipeGuard guard;
+    const std::shared_ptr<MpiContext> context = std::move(members_.context);
+    const bool owned = context->owned();
+    if (!may_call_mpi()) {  // what is in use is leaked
+      context->leave_to_mpi();
+      return;
+    }
     if (completed_ != next_) {
       poison(CommunicatorFailure::rank_left, rank_, [&] {
         return "rank " + std::to_string(rank_) +
@@ -197,33 +209,18 @@ class MpiState {
     {
       // From here on an `abort` that some thread calls on a copy sends nothing.
       const std::lock_guard lock(mutex_);
-      if (!poisoned_ && owned_) told_ = true;
+      if (!poisoned_ && owned) told_ = true;
     }
-    if (!poisoned_ && owned_ && part()) {
-      MPI_Errhandler_free(&former_errhandler_);
-      MPI_Comm_free(&comm_);
-      return;
-    }
+    const bool parted = !poisoned_ && owned && part();
     if (poisoned_) tell_peers();
     round_.staging().abandon();
-    if (!owned_) MPI_Comm_set_errhandler(comm_, former_errhandler_);
-    MPI_Errhandler_free(&former_errhandler_);
-    // A communicator that others may be using still is not freed, which would wait for them.
+    notices_.end();
+    // One that others may be using still is not freed, which might wait for them.
+    if (!parted) context->leave_to_mpi();
   }
 
  private:
-  static constexpr int notice_tag = MpiRound::tag + 1;
   static constexpr std::size_t initial_operations = 16;  // a power of two
-
-  struct Notice {
-    std::uint32_t magic = MpiHeader::magic_number;
-    CommunicatorFailure failure = CommunicatorFailure::rank_left;
-    bool orderly = false;  ///< the sender has left after `operations`, all of them over
-    std::uint64_t operations = 0;
-    std::uint64_t origin_rank = 0;
-    std::array<char, MpiStaging::notice_bytes - 24> text{};
-  };
-  static_assert(sizeof(Notice) == MpiStaging::notice_bytes && std::is_trivially_copyable_v<Notice>);
 
   // Operations ----------------------------------------------------------------------------------
 
@@ -341,46 +338,31 @@ class MpiState {
   void tell_peers() noexcept {
     const std::lock_guard lock(mutex_);
     if (told_ || !poisoned_ || !may_call_mpi()) return;
+    const BrokenPipeGuard guard;
     told_ = true;
     if (!heard_) send_notice(false);
   }
 
   void send_notice(bool orderly) noexcept {
-    Notice notice;
+    MpiNotice notice;
     notice.failure = orderly ? CommunicatorFailure::rank_left : failure_;
     notice.orderly = orderly;
     notice.origin_rank = origin_;
     notice.operations = orderly ? next_ : 0;  // which is the owning thread's alone
-    const std::size_t length = std::min(cause_.size(), notice.text.size() - 1);
-    std::copy_n(cause_.data(), length, notice.text.data());
-    MpiStaging& staging = round_.staging();
-    std::memcpy(staging.notice(), &notice, sizeof notice);
-    for (std::size_t r = 0, i = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      MPI_Isend(staging.notice(), static_cast<int>(sizeof notice), MPI_BYTE, static_cast<int>(r),
-                notice_tag, comm_, &staging.notices[i++]);
-    }
+    copy_name(cause_, notice.text);
+    notices_.send(notice);
   }
 
   /// Looks for notices; whether that has poisoned the communicator.
   bool look() {
-    for (;;) {
-      int found = 0;
-      MPI_Status status;
-      if (MPI_Iprobe(MPI_ANY_SOURCE, notice_tag, comm_, &found, &status) != MPI_SUCCESS) break;
-      if (found == 0) break;
-      Notice notice;
-      notice.magic = 0;
-      const int code = MPI_Recv(&notice, static_cast<int>(sizeof notice), MPI_BYTE,
-                                status.MPI_SOURCE, notice_tag, comm_, MPI_STATUS_IGNORE);
-      if (code != MPI_SUCCESS || notice.magic != MpiHeader::magic_number) continue;
+    while (const std::optional<MpiNotices::Arrival> arrival = notices_.take()) {
+      const MpiNotice& notice = arrival->notice;
       if (notice.orderly) {
-        left_[static_cast<std::size_t>(status.MPI_SOURCE)] = notice.operations + 1;
+        left_[arrival->sender] = notice.operations + 1;
         any_left_ = true;
         continue;
       }
       heard_ = true;
-      notice.text.back() = '\0';
       poison(notice.failure, notice.origin_rank, [&] { return std::string(notice.text.data()); });
     }
     if (any_left_ && completed_ != next_) check_left();
@@ -409,11 +391,8 @@ class MpiState {
         Clock::now() +
         std::min({options_.teardown, options_.timeout, nanoseconds(std::chrono::hours(100000))});
     const auto all_left = [&] { return std::find(left_.begin(), left_.end(), 0U) == left_.end(); };
-    MpiStaging& staging = round_.staging();
-    for (int sent = 0; !look_quietly();) {
-      MPI_Testall(static_cast<int>(staging.notices.size()), staging.notices.data(), &sent,
-                  MPI_STATUSES_IGNORE);
-      if (all_left() && sent != 0) return true;
+    while (!look_quietly()) {
+      if (notices_.sent() && all_left()) return true;
       if (Clock::now() >= end) return false;
       std::this_thread::yield();
     }
@@ -427,16 +406,15 @@ class MpiState {
     }
   }
 
-  MPI_Comm comm_;
-  const bool owned_;
+  MpiMembers members_;
   const MpiOptions options_;
   const std::size_t rank_;
   const std::size_t size_;
-  MPI_Errhandler former_errhandler_ = MPI_ERRHANDLER_NULL;
 
   std::optional<MpiPeerMemory> memory_{};
   bool shares_memory_ = false;  // every rank has mapped every other's segment
   MpiRound round_;
+  MpiNotices notices_;
   std::vector<MpiOperation> operations_;  // by sequence number modulo its size, a power of two
   std::uint64_t next_ = 0;                // the sequence number of the next operation
   std::uint64_t completed_ = 0;           // all before it are over
