@@ -30,6 +30,19 @@ if(zero_mpiexec MATCHES "Open MPI|OpenRTE")
             -P ${CMAKE_CURRENT_LIST_DIR}/comm/mpi_faults.cmake)
   set_tests_properties(mpi_faults_test PROPERTIES LABELS mpi TIMEOUT 300  # sleeps, mostly
     ENVIRONMENT "${zero_mpi_environment}")
+
+  # Across two hosts, over TCP: the sums and bits of one, and two ways to lose a peer there.
+  function(zero_two_hosts_test name)
+    add_test(NAME two_hosts_${name} COMMAND ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/hosts/two_hosts.sh ${ARGN})
+    set_tests_properties(two_hosts_${name} PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
+      SKIP_RETURN_CODE 77 ENVIRONMENT "${zero_mpi_environment}")
+  endfunction()
+  zero_two_hosts_test(bits --least 8000000 ${MPIEXEC_EXECUTABLE} $<TARGET_FILE:mpi_test>
+    "MPI: conformance,MPI: the bits of in-process ranks")
+  zero_two_hosts_test(kill --slots 1,2 --verdicts 0,2 ${MPIEXEC_EXECUTABLE}
+    $<TARGET_FILE:mpi_faults> kill)
+  zero_two_hosts_test(link --slots 1,2 --verdicts 0,1,2 --cut ${MPIEXEC_EXECUTABLE}
+    $<TARGET_FILE:mpi_faults> link)
 endif()
 
 # Of the examples. The mean of what the two ranks see is 3; each sees 2 or 4.
