@@ -89,6 +89,14 @@ inline std::size_t rank_in(MPI_Comm comm) {
   return static_cast<std::size_t>(rank);
 }
 
+/// Of this process's host, as MPI has it.
+inline std::string processor_name() {
+  char name[MPI_MAX_PROCESSOR_NAME] = "";
+  int length = 0;
+  MPI_Get_processor_name(name, &length);
+  return {name, static_cast<std::size_t>(length)};
+}
+
 inline std::size_t size_of(MPI_Comm comm) {
   int size = 1;
   MPI_Comm_size(comm, &size);

@@ -47,11 +47,11 @@ struct MpiProcessCard {
 };
 
 class MpiPeerMemory {
- public:
   // What can be done with a peer's memory.
   static constexpr std::uint8_t readable = 1;  ///< all of it read
   static constexpr std::uint8_t mapped = 2;    ///< its segment seen
 
+ public:
   /// @param host_name MPI's; network namespaces of one machine may be hosts of their own
   MpiPeerMemory(std::string_view host_name, bool allowed) {
     if (!allowed) return;
@@ -85,24 +85,33 @@ class MpiPeerMemory {
   }
 #endif
 
-  [[nodiscard]] const MpiProcessCard& card() const noexcept { return card_; }
   /// Where peers that map it find what is allocated; null where there is none.
   [[nodiscard]] const std::shared_ptr<SharedSegment>& segment() const noexcept { return segment_; }
 
-  /// Tries each peer; by rank, what can be done with its memory (with the own one too).
-  [[nodiscard]] std::vector<std::uint8_t> meet(std::span<const MpiProcessCard> cards) {
-    std::vector<std::uint8_t> ways(cards.size(), std::uint8_t{0});
-    peers_.reserve(cards.size());
-    for (std::size_t r = 0; r < cards.size(); ++r) {
-      peers_.push_back({cards[r].process, cards[r].segment, nullptr});
-      if (card_.host == 0 || cards[r].host != card_.host) continue;
-      std::uint64_t secret = 0;
-      if (read(r, cards[r].address, &secret, sizeof secret) == 0 && secret == cards[r].secret) {
-        ways[r] |= readable;
+  /// How ranks reach each other's memory: both ways, or it is no way.
+  struct Reach {
+    std::vector<std::uint8_t> direct;  ///< by rank: whether this one and that read each other's
+    bool any_direct = false;           ///< whether there are two such ranks at all
+    bool all_mapped = true;            ///< whether each has mapped all others' segments
+  };
+  /// Collective: `exchange(mine, all)` gives all ranks' bytes in rank order.
+  template <class Exchange>
+  [[nodiscard]] Reach meet(std::size_t rank, std::size_t size, const Exchange& exchange) {
+    std::vector<MpiProcessCard> cards(size);
+    exchange(std::as_bytes(std::span(&card_, 1)), std::as_writable_bytes(std::span(cards)));
+    const std::vector<std::uint8_t> own = ways_to(cards);
+    std::vector<std::uint8_t> all(size * size);
+    exchange(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)));
+    Reach reach{std::vector<std::uint8_t>(size)};
+    for (std::size_t r = 0; r < size; ++r) {
+      for (std::size_t s = 0; s < size; ++s) {
+        const std::uint8_t both = all[r * size + s] & all[s * size + r];
+        if (r == rank) reach.direct[s] = both & readable;
+        reach.any_direct = reach.any_direct || (r != s && (both & readable) != 0);
+        reach.all_mapped = reach.all_mapped && (both & mapped) != 0;
       }
-      if (map(peers_[r])) ways[r] |= mapped;
     }
-    return ways;
+    return reach;
   }
 
   /// Where `bytes` at `address` of `rank`'s segment lie here; null where they aren't in it.
@@ -144,9 +153,27 @@ class MpiPeerMemory {
     std::byte* memory;  ///< its segment, here
   };
 
-  static bool map(Peer& peer) {
+  /// By rank, what can be done with its memory (with the own one too).
+  [[nodiscard]] std::vector<std::uint8_t> ways_to(std::span<const MpiProcessCard> cards) {
+    std::vector<std::uint8_t> ways(cards.size(), std::uint8_t{0});
+    peers_.reserve(cards.size());
+    for (std::size_t r = 0; r < cards.size(); ++r) {
+      peers_.push_back({cards[r].process, cards[r].segment, nullptr});
+      if (card_.host == 0 || cards[r].host != card_.host) continue;
+      std::uint64_t secret = 0;
+      if (read(r, cards[r].address, &secret, sizeof secret) == 0 && secret == cards[r].secret) {
+        ways[r] |= readable;
+      }
+      if (map(peers_[r])) ways[r] |= mapped;
+    }
+    return ways;
+  }
+
+  bool map(Peer& peer) {
 #if ZERO_PROCESS_MEMORY
-    if (peer.segment.file < 0) return false;
+    // Addresses are not without end either.
+    constexpr std::uint64_t most_mapped = std::uint64_t{32} << 40U;
+    if (peer.segment.file < 0 || peer.segment.bytes > most_mapped - mapped_bytes_) return false;
     // Another user's, or hidden: it can't be opened.
     const std::string name =
         "/proc/" + std::to_string(peer.process) + "/fd/" + std::to_string(peer.segment.file);
@@ -157,6 +184,7 @@ class MpiPeerMemory {
     if (peer.memory == nullptr) return false;
     std::uint64_t secret = 0;
     std::memcpy(&secret, peer.memory, sizeof secret);
+    mapped_bytes_ += peer.segment.bytes;
     if (secret == peer.segment.secret) return true;
     ::munmap(peer.memory, peer.segment.bytes);
     peer.memory = nullptr;
@@ -170,6 +198,7 @@ class MpiPeerMemory {
   std::shared_ptr<SharedSegment> segment_{};
   MpiProcessCard card_{};
   std::vector<Peer> peers_{};  // by rank
+  std::uint64_t mapped_bytes_ = 0;
 };
 
 }  // namespace zero::detail

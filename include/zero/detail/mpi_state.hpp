@@ -66,29 +66,11 @@ class MpiState {
   /// `CommunicatorError`.
   void meet_peers() {
     if (size_ == 1) return;
-    char host[MPI_MAX_PROCESSOR_NAME] = "";
-    int length = 0;
-    MPI_Get_processor_name(host, &length);
-    memory_.emplace(std::string_view(host, static_cast<std::size_t>(length)),
-                    options_.share_memory);
-    std::vector<MpiProcessCard> cards(size_);
-    exchange(std::as_bytes(std::span(&memory_->card(), 1)),
-             std::as_writable_bytes(std::span(cards)));
-    const std::vector<std::uint8_t> ways = memory_->meet(cards);
-    std::vector<std::uint8_t> all(size_ * size_);
-    exchange(std::as_bytes(std::span(ways)), std::as_writable_bytes(std::span(all)));
-    std::vector<std::uint8_t> direct(size_);
-    bool any = false;
-    shares_memory_ = true;
-    for (std::size_t r = 0; r < size_; ++r) {
-      for (std::size_t s = 0; s < size_; ++s) {
-        const std::uint8_t both = all[r * size_ + s] & all[s * size_ + r];
-        if (r == rank_) direct[s] = both & MpiPeerMemory::readable;
-        any = any || (r != s && (both & MpiPeerMemory::readable) != 0);
-        shares_memory_ = shares_memory_ && (both & MpiPeerMemory::mapped) != 0;
-      }
-    }
-    round_.take_from(*memory_, direct, any);
+    memory_.emplace(processor_name(), options_.share_memory);
+    const MpiPeerMemory::Reach reach =
+        memory_->meet(rank_, size_, [&](auto mine, auto all) { exchange(mine, all); });
+    shares_memory_ = reach.all_mapped;
+    round_.take_from(*memory_, reach.direct, reach.any_direct);
   }
 
   /// What is allocated there all peers see; null, on all ranks, where they can't.
