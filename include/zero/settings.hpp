@@ -45,7 +45,8 @@ struct Settings {
   /// Fills padding with NaN, so that any use of it shows in the results. For tests.
   bool poison_padding = false;
   /// Where slots, arenas and staging come from. Must outlive the optimizer and, with a view that
-  /// moves parameters, the parameters too.
+  /// moves parameters, the parameters too. With the default, what peers in other processes read is
+  /// where they can read it in place, if the communicator offers that.
   std::pmr::memory_resource* memory = huge_page_resource();
 };
 
