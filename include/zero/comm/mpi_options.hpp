@@ -15,7 +15,7 @@ enum class MpiReduction : std::uint8_t {
   native,      ///< MPI's own reductions: bits may depend on the MPI, its settings and the hosts
 };
 
-/// The same on all ranks, save for the times.
+/// The same on all ranks, save for the times and `share_memory`.
 struct MpiOptions {
   /// How long a rank waits while nothing at all arrives from its peers before it gives up.
   std::chrono::nanoseconds timeout = std::chrono::seconds(60);
