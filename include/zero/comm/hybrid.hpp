@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/comm/in_process.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
 #include "zero/element.hpp"
@@ -210,5 +211,8 @@ class HybridCommunicator {
   part_type shards_;
   part_type replicas_;
 };
+
+static_assert(Communicator<HybridCommunicator<InProcessCommunicator>, float> &&
+              ReplicatedCommunicator<HybridCommunicator<InProcessCommunicator>>);
 
 }  // namespace zero
