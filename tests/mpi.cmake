@@ -12,7 +12,7 @@ if(ZERO_TEST_COVERED)
   set(zero_mpi_worlds 1 2 3 4)
 else()
   # Under a sanitizer one that has everything. What MPI itself keeps at its end are no leaks of ours.
-  set(zero_mpi_worlds 3)
+  set(zero_mpi_worlds 4)
   list(APPEND zero_mpi_environment ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1)
 endif()
 foreach(ranks IN LISTS zero_mpi_worlds)
