@@ -173,7 +173,10 @@ class MpiPeerMemory {
 #if ZERO_PROCESS_MEMORY
     // Addresses are not without end either.
     constexpr std::uint64_t most_mapped = std::uint64_t{32} << 40U;
-    if (peer.segment.file < 0 || peer.segment.bytes > most_mapped - mapped_bytes_) return false;
+    if (peer.segment.file < 0 || peer.segment.bytes > most_mapped - mapped_bytes_ ||
+        !SharedSegment::addresses_are_free()) {
+      return false;
+    }
     // Another user's, or hidden: it can't be opened.
     const std::string name =
         "/proc/" + std::to_string(peer.process) + "/fd/" + std::to_string(peer.segment.file);

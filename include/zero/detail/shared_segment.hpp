@@ -20,6 +20,7 @@
 #if ZERO_PROCESS_MEMORY
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #endif
 
@@ -38,13 +39,13 @@ class SharedSegment final : public std::pmr::memory_resource {
     std::uint64_t secret = 0;  ///< what its first bytes are
   };
 
-  /// Null where the system has no such thing.
+  /// Null where the system has no such thing, or counts addresses.
   [[nodiscard]] static std::shared_ptr<SharedSegment> make() {
 #if ZERO_PROCESS_MEMORY
     // All that the machine has: more can't be allocated anyway.
     const auto pages = static_cast<std::size_t>(std::max(::sysconf(_SC_PHYS_PAGES), 1L));
     const std::size_t bytes = round_up(pages * page_size(), huge_page);
-    const int file = ::memfd_create("zero", MFD_CLOEXEC);
+    const int file = addresses_are_free() ? ::memfd_create("zero", MFD_CLOEXEC) : -1;
     if (file < 0) return nullptr;
     std::byte* memory = nullptr;
     if (::ftruncate(file, static_cast<off_t>(bytes)) == 0) {
@@ -74,6 +75,12 @@ class SharedSegment final : public std::pmr::memory_resource {
   }
 
 #if ZERO_PROCESS_MEMORY
+  /// Whether a range of addresses takes nothing from what else is allocated (`ulimit -v`).
+  [[nodiscard]] static bool addresses_are_free() noexcept {
+    rlimit limit{};
+    return ::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur == RLIM_INFINITY;
+  }
+
   /// Maps a file so that huge pages of it stay huge; null where that fails.
   [[nodiscard]] static std::byte* map(int file, std::size_t bytes, int protection) noexcept {
     // Only where addresses and offsets agree modulo their size are huge pages mapped as such.
