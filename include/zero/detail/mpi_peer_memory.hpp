@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -41,7 +42,7 @@ namespace zero::detail {
 struct MpiProcessCard {
   std::uint64_t host = 0;     ///< the same in processes that may see each other; 0: in none
   std::int64_t process = 0;   ///< its number there
-  std::uint64_t address = 0;  ///< where it keeps its secret
+  std::uint64_t address = 0;  ///< where it keeps what it shows
   std::uint64_t secret = 0;
   SharedSegment::Card segment{};
 };
@@ -53,7 +54,7 @@ class MpiPeerMemory {
 
  public:
   /// @param host_name MPI's; network namespaces of one machine may be hosts of their own
-  MpiPeerMemory(std::string_view host_name, bool allowed) {
+  MpiPeerMemory(std::string_view host_name, std::size_t ranks, bool allowed) {
     if (!allowed) return;
 #if ZERO_PROCESS_MEMORY
     Hash host;
@@ -66,24 +67,18 @@ class MpiPeerMemory {
     host.add(boot.data(), boot.size());
     host.add(space.data(), space.size());
     std::random_device random;
-    secret_ = std::uint64_t{random()} << 32U | random();
-    segment_ = SharedSegment::make();
-    card_ = {host.value(), ::getpid(), reinterpret_cast<std::uintptr_t>(&secret_), secret_,
+    shown_.secret = std::uint64_t{random()} << 32U | random();
+    segment_ = SharedSegment::make(ranks);
+    card_ = {host.value(), ::getpid(), reinterpret_cast<std::uintptr_t>(&shown_), shown_.secret,
              segment_ ? segment_->card() : SharedSegment::Card{}};
 #else
-    (void)host_name;
+    (void)host_name, (void)ranks;
 #endif
   }
   MpiPeerMemory(const MpiPeerMemory&) = delete;
   MpiPeerMemory& operator=(const MpiPeerMemory&) = delete;
 
-#if ZERO_PROCESS_MEMORY
-  ~MpiPeerMemory() {
-    for (const Peer& peer : peers_) {
-      if (peer.memory != nullptr) ::munmap(peer.memory, peer.segment.bytes);
-    }
-  }
-#endif
+  ~MpiPeerMemory() { unmap_all(); }
 
   /// Where peers that map it find what is allocated; null where there is none.
   [[nodiscard]] const std::shared_ptr<SharedSegment>& segment() const noexcept { return segment_; }
@@ -106,17 +101,44 @@ class MpiPeerMemory {
     for (std::size_t r = 0; r < size; ++r) {
       for (std::size_t s = 0; s < size; ++s) {
         const std::uint8_t both = all[r * size + s] & all[s * size + r];
-        if (r == rank) reach.direct[s] = both & readable;
+        if (r == rank) {
+          reach.direct[s] = both & readable;
+          peers_[s].direct = reach.direct[s] != 0 && s != rank;
+        }
         reach.any_direct = reach.any_direct || (r != s && (both & readable) != 0);
-        reach.all_mapped = reach.all_mapped && (both & mapped) != 0;
+        // What is mapped is of use only where payloads are taken, and not sent.
+        reach.all_mapped = reach.all_mapped && both == (readable | mapped);
       }
     }
+    if (!reach.all_mapped) {  // addresses are dear, and nobody uses them
+      unmap_all();
+      segment_.reset();
+    }
     return reach;
+  }
+
+  /// This rank has taken something: a peer that waits for it sees that it lives.
+  void worked() noexcept {
+    const std::atomic_ref work(shown_.work);
+    work.store(work.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+  /// Whether some direct peer has taken anything since this was asked last.
+  [[nodiscard]] bool peers_work() noexcept {
+    bool any = false;
+    for (std::size_t r = 0; r < peers_.size(); ++r) {
+      if (!peers_[r].direct) continue;
+      std::uint64_t work = 0;
+      if (read(r, peers_[r].shown + offsetof(Shown, work), &work, sizeof work) != 0) continue;
+      any = any || work != peers_[r].work;
+      peers_[r].work = work;
+    }
+    return any;
   }
 
   /// Where `bytes` at `address` of `rank`'s segment lie here; null where they aren't in it.
   [[nodiscard]] const std::byte* find(std::size_t rank, std::uint64_t address,
                                       std::size_t bytes) const noexcept {
+    if (rank >= peers_.size()) return nullptr;
     const Peer& peer = peers_[rank];
     if (peer.memory == nullptr || address < peer.segment.begin) return nullptr;
     const std::uint64_t offset = address - peer.segment.begin;
@@ -147,18 +169,35 @@ class MpiPeerMemory {
   }
 
  private:
+  /// What peers may read.
+  struct Shown {
+    std::uint64_t secret = 0;
+    std::uint64_t work = 0;  ///< rises as this rank takes what they lend
+  };
   struct Peer {
     std::int64_t process;
+    std::uint64_t shown;
     SharedSegment::Card segment;
-    std::byte* memory;  ///< its segment, here
+    std::byte* memory = nullptr;  ///< its segment, here
+    bool direct = false;
+    std::uint64_t work = 0;  ///< as it was last seen
   };
+
+  void unmap_all() noexcept {
+#if ZERO_PROCESS_MEMORY
+    for (Peer& peer : peers_) {
+      if (peer.memory != nullptr) ::munmap(peer.memory, peer.segment.bytes);
+      peer.memory = nullptr;
+    }
+#endif
+  }
 
   /// By rank, what can be done with its memory (with the own one too).
   [[nodiscard]] std::vector<std::uint8_t> ways_to(std::span<const MpiProcessCard> cards) {
     std::vector<std::uint8_t> ways(cards.size(), std::uint8_t{0});
     peers_.reserve(cards.size());
     for (std::size_t r = 0; r < cards.size(); ++r) {
-      peers_.push_back({cards[r].process, cards[r].segment, nullptr});
+      peers_.push_back({cards[r].process, cards[r].address, cards[r].segment});
       if (card_.host == 0 || cards[r].host != card_.host) continue;
       std::uint64_t secret = 0;
       if (read(r, cards[r].address, &secret, sizeof secret) == 0 && secret == cards[r].secret) {
@@ -197,7 +236,7 @@ class MpiPeerMemory {
     return false;
   }
 
-  std::uint64_t secret_ = 0;
+  Shown shown_{};
   std::shared_ptr<SharedSegment> segment_{};
   MpiProcessCard card_{};
   std::vector<Peer> peers_{};  // by rank

@@ -55,7 +55,7 @@ class MpiRound {
   /// From now on takes large shares straight out of the memory of some peers, as these do here.
   /// @param direct by rank; the same of both sides
   /// @param any whether there are two such ranks at all
-  void take_from(const MpiPeerMemory& memory, std::span<const std::uint8_t> direct, bool any) {
+  void take_from(MpiPeerMemory& memory, std::span<const std::uint8_t> direct, bool any) {
     memory_ = &memory;
     any_direct_ = any;
     for (Peer& peer : peers_) peer.direct = direct[peer.rank] != 0;
@@ -308,6 +308,7 @@ class MpiRound {
       const std::size_t bytes = std::min(taken_bytes, peer.share.receive_bytes - peer.taken);
       if (!take_bytes(peer, peer.taken, peer.share.into + peer.taken, bytes)) return false;
       moved = true;
+      memory_->worked();
       peer.taken += bytes;
       if (peer.taken < peer.share.receive_bytes) continue;
       peer.address = 0;
@@ -360,6 +361,7 @@ class MpiRound {
       unfinished_ -= pieces;
       reduced_ += pieces;
       moved = true;
+      if (any_direct_) memory_->worked();
     }
     return moved;
   }
@@ -394,7 +396,7 @@ class MpiRound {
   std::size_t chunk_bytes_;
   std::size_t sent_bytes_;
   MpiStaging staging_;
-  const MpiPeerMemory* memory_ = nullptr;
+  MpiPeerMemory* memory_ = nullptr;
   bool any_direct_ = false;
   std::vector<Peer> peers_;
   std::vector<char> arrived_;  // by slot: 0 not, 1 arrived, 2 checked too

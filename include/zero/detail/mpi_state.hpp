@@ -66,7 +66,7 @@ class MpiState {
   /// `CommunicatorError`.
   void meet_peers() {
     if (size_ == 1) return;
-    memory_.emplace(processor_name(), options_.share_memory);
+    memory_.emplace(processor_name(), size_, options_.share_memory);
     const MpiPeerMemory::Reach reach =
         memory_->meet(rank_, size_, [&](auto mine, auto all) { exchange(mine, all); });
     shares_memory_ = reach.all_mapped;
@@ -106,6 +106,7 @@ class MpiState {
     const BrokenPipeGuard guard;
     Clock::time_point since = Clock::now();  // nothing has arrived
     Clock::time_point looked = since;
+    bool watched = false;  // what peers take of this rank's memory
     while (completed_ <= sequence) {
       if (poisoned_) fail(operation_at(sequence), sequence);
       // Time in which this process did not run (suspended, with its peers perhaps) is no waiting.
@@ -114,12 +115,20 @@ class MpiState {
       looked = now;
       if (advance()) {
         since = Clock::now();
+        watched = false;
         continue;
       }
       if (poisoned_ || look()) continue;
       const nanoseconds idle = Clock::now() - since;
-      if (idle >= timeout) {
-        poison_timeout(timeout);
+      if (idle >= timeout / 2 && !watched) {
+        (void)peers_work();
+        watched = true;
+      } else if (idle >= timeout) {
+        if (!peers_work()) {
+          poison_timeout(timeout);
+        } else {
+          since = Clock::now() - timeout / 2;
+        }
       } else if (idle < options_.spin) {
         std::this_thread::yield();
       } else {
@@ -222,6 +231,10 @@ class MpiState {
     if (active_) round_.moved(operation_at(completed_));
   }
 
+  /// Nothing arrives from a peer that takes a large payload out of this rank's memory; whether one
+  /// has taken something since this was asked last.
+  [[nodiscard]] bool peers_work() noexcept { return memory_ && memory_->peers_work(); }
+
   /// Moves the operation whose turn it is; whether anything has moved. Poisons.
   bool advance() {
     bool moved = false;
@@ -294,7 +307,12 @@ class MpiState {
   void poison_trouble(const MpiTrouble& trouble) noexcept {
     if (trouble.peer >= 0 && !trouble.theirs) {
       // One that has failed has said why before it let go of its memory.
-      if (look_quietly()) return;
+      // Or will have in a moment.
+      const Clock::time_point end = Clock::now() + std::chrono::milliseconds(100);
+      do {
+        if (look_quietly()) return;
+        std::this_thread::yield();
+      } while (Clock::now() < end);
       const auto peer = static_cast<std::size_t>(trouble.peer);
       poison(CommunicatorFailure::rank_left, peer, [&] {
         return "rank " + std::to_string(rank_) + " can't read the memory of rank " +

@@ -4,8 +4,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <memory_resource>
@@ -16,6 +19,7 @@
 #include <utility>
 
 #include "zero/config.hpp"
+#include "zero/memory.hpp"
 
 #if ZERO_PROCESS_MEMORY
 #include <fcntl.h>
@@ -28,7 +32,8 @@ namespace zero::detail {
 
 /// A range of addresses backed by a file without a name, so that nothing is left behind. Pages
 /// exist from their allocation to their deallocation; the range itself costs nothing. A peer that
-/// has mapped it keeps the pages it sees, whatever becomes of this process.
+/// has mapped it keeps the pages it sees, whatever becomes of this process. When it is full,
+/// ordinary memory is given.
 class SharedSegment final : public std::pmr::memory_resource {
  public:
   /// How a peer finds it: by this process's number and these.
@@ -39,13 +44,17 @@ class SharedSegment final : public std::pmr::memory_resource {
     std::uint64_t secret = 0;  ///< what its first bytes are
   };
 
-  /// Null where the system has no such thing, or counts addresses.
-  [[nodiscard]] static std::shared_ptr<SharedSegment> make() {
+  /// Null where the system has no such thing, or where a range of addresses isn't free of charge.
+  /// @param peers how many will map it, each another's
+  [[nodiscard]] static std::shared_ptr<SharedSegment> make([[maybe_unused]] std::size_t peers) {
 #if ZERO_PROCESS_MEMORY
-    // All that the machine has: more can't be allocated anyway.
+    if (!addresses_are_free()) return nullptr;
+    // Of what the machine has, several times an even share.
     const auto pages = static_cast<std::size_t>(std::max(::sysconf(_SC_PHYS_PAGES), 1L));
-    const std::size_t bytes = round_up(pages * page_size(), huge_page);
-    const int file = addresses_are_free() ? ::memfd_create("zero", MFD_CLOEXEC) : -1;
+    const std::size_t all = pages * page_size();
+    const std::size_t bytes =
+        round_up(std::min(all, all / std::max<std::size_t>(peers, 1) * 4), huge_page);
+    const int file = ::memfd_create("zero", MFD_CLOEXEC);
     if (file < 0) return nullptr;
     std::byte* memory = nullptr;
     if (::ftruncate(file, static_cast<off_t>(bytes)) == 0) {
@@ -53,8 +62,7 @@ class SharedSegment final : public std::pmr::memory_resource {
     }
     if (memory != nullptr) {
       auto segment = std::shared_ptr<SharedSegment>(new SharedSegment(file, memory, bytes));
-      if (segment->hides_secret()) return segment;
-      return nullptr;
+      return segment->hides_secret() ? segment : nullptr;
     }
     ::close(file);
 #endif
@@ -75,10 +83,19 @@ class SharedSegment final : public std::pmr::memory_resource {
   }
 
 #if ZERO_PROCESS_MEMORY
-  /// Whether a range of addresses takes nothing from what else is allocated (`ulimit -v`).
-  [[nodiscard]] static bool addresses_are_free() noexcept {
-    rlimit limit{};
-    return ::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur == RLIM_INFINITY;
+  /// Whether a range of addresses takes nothing from what else there is. Not where they are
+  /// counted (`ulimit -v`), where a file's size is (`ulimit -f`, whose excess is a signal), and
+  /// where memory is locked, which would make all of it resident.
+  [[nodiscard]] static bool addresses_are_free() {
+    for (const auto kind : {RLIMIT_AS, RLIMIT_FSIZE}) {
+      rlimit limit{};
+      if (::getrlimit(kind, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;
+    }
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+      if (line.starts_with("VmLck:")) return line.find_first_of("123456789") == std::string::npos;
+    }
+    return false;
   }
 
   /// Maps a file so that huge pages of it stay huge; null where that fails.
@@ -94,7 +111,9 @@ class SharedSegment final : public std::pmr::memory_resource {
     if (before != 0) ::munmap(reserved, before);
     if (before != huge_page) ::munmap(begin + bytes, huge_page - before);
     if (::mmap(begin, bytes, protection, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, file, 0) ==
-        MAP_FAILED) {
+            MAP_FAILED ||
+        // Or a core dump would fill all of it with pages, and write them.
+        ::madvise(begin, bytes, MADV_DONTDUMP) != 0) {
       ::munmap(begin, bytes);
       return nullptr;
     }
@@ -110,12 +129,18 @@ class SharedSegment final : public std::pmr::memory_resource {
   }
 
 #if ZERO_PROCESS_MEMORY
+#ifdef MADV_COLLAPSE
+  static constexpr int collapse = MADV_COLLAPSE;
+#else
+  static constexpr int collapse = 25;  // Linux 6.1, whose headers may be older
+#endif
+
   static std::size_t page_size() noexcept {
     return static_cast<std::size_t>(std::max(::sysconf(_SC_PAGESIZE), 4096L));
   }
 
   SharedSegment(int file, std::byte* memory, std::size_t bytes)
-      : file_(file), memory_(memory), bytes_(bytes) {
+      : file_(file), memory_(memory), bytes_(bytes), owner_(::getpid()) {
     free_.emplace(0, bytes);
   }
 
@@ -131,50 +156,91 @@ class SharedSegment final : public std::pmr::memory_resource {
   }
 
   void* do_allocate(std::size_t bytes, std::size_t alignment) override {
+    if (void* const memory = take(bytes, alignment)) return memory;
+    return huge_page_resource()->allocate(bytes, alignment);  // which peers are sent
+  }
+
+  /// Null where there is no room.
+  void* take(std::size_t bytes, std::size_t alignment) {
     const bool large = bytes >= 2 * huge_page;
-    const std::size_t unit = std::max(large ? huge_page : page_size(), alignment);
     const std::size_t length = extent_of(bytes);
+    const std::size_t unit = std::max(large ? huge_page : page_size(), alignment);
+    const auto base = reinterpret_cast<std::uintptr_t>(memory_);
     const std::lock_guard lock(mutex_);
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       const auto [at, room] = *it;
-      const std::size_t begin = round_up(at, unit);
+      const std::size_t begin = round_up(base + at, unit) - base;
       if (begin > at + room || at + room - begin < length) continue;
-      // Here and now, or the first write to a page that there is no memory for ends the process.
-      if (::fallocate(file_, 0, static_cast<off_t>(begin), static_cast<off_t>(length)) != 0) break;
-      free_.erase(it);
-      if (begin != at) free_.emplace(at, begin - at);
-      if (begin + length != at + room) free_.emplace(begin + length, at + room - begin - length);
-#ifdef MADV_COLLAPSE
-      constexpr int collapse = MADV_COLLAPSE;
-#else
-      constexpr int collapse = 25;  // Linux 6.1, whose headers may be older
-#endif
-      if (large) (void)::madvise(memory_ + begin, length, collapse);  // advice, as elsewhere
-      return memory_ + begin;
+      if (begin + length != at + room) {
+        free_.emplace(begin + length, at + room - begin - length);
+      }
+      if (begin != at) {
+        it->second = begin - at;
+      } else {
+        free_.erase(it);
+      }
+      if (fill(begin, length)) {
+        (void)::madvise(memory_ + begin, length, MADV_DODUMP);
+        if (large) (void)::madvise(memory_ + begin, length, collapse);  // advice, as elsewhere
+        return memory_ + begin;
+      }
+      give_back(begin, length);
+      return nullptr;
     }
-    throw std::bad_alloc();
+    return nullptr;
   }
 
-  void do_deallocate(void* memory, std::size_t bytes, std::size_t) override {
-    const auto at = static_cast<std::size_t>(static_cast<std::byte*>(memory) - memory_);
-    const std::size_t length = extent_of(bytes);
+  /// Makes pages, here and now, or the first write to one that there is no memory for would end the
+  /// process.
+  bool fill(std::size_t begin, std::size_t length) noexcept {
+    // In pieces, since a signal may end each of them early.
+    constexpr std::size_t most = std::size_t{64} << 20U;
+    for (std::size_t done = 0; done < length;) {
+      const std::size_t piece = std::min(most, length - done);
+      if (::fallocate(file_, 0, static_cast<off_t>(begin + done), static_cast<off_t>(piece)) == 0) {
+        done += piece;
+      } else if (errno != EINTR) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void do_deallocate(void* memory, std::size_t bytes, std::size_t alignment) override {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    const auto base = reinterpret_cast<std::uintptr_t>(memory_);
+    if (address < base || address >= base + bytes_) {
+      huge_page_resource()->deallocate(memory, bytes, alignment);
+      return;
+    }
+    if (::getpid() != owner_) return;  // a child of a fork sees the same pages
     const std::lock_guard lock(mutex_);
-    (void)::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at),
-                      static_cast<off_t>(length));
+    give_back(address - base, extent_of(bytes));
+  }
+
+  /// Frees the pages and joins the range to those around it.
+  void give_back(std::size_t at, std::size_t length) noexcept {
+    (void)::madvise(memory_ + at, length, MADV_DONTDUMP);
+    while (::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at),
+                       static_cast<off_t>(length)) != 0 &&
+           errno == EINTR) {
+    }
     auto next = free_.lower_bound(at);
-    std::size_t begin = at, end = at + length;
-    if (next != free_.end() && next->first == end) {
-      end += next->second;
+    if (next != free_.end() && next->first == at + length) {
+      length += next->second;
       next = free_.erase(next);
     }
     if (next != free_.begin()) {
       const auto before = std::prev(next);
-      if (before->first + before->second == begin) {
-        before->second = end - before->first;
+      if (before->first + before->second == at) {
+        before->second += length;
         return;
       }
     }
-    free_.emplace(begin, end - begin);
+    try {
+      free_.emplace(at, length);
+    } catch (...) {  // no memory to remember it: these addresses are not used again
+    }
   }
 
   static std::size_t extent_of(std::size_t bytes) noexcept {
@@ -182,6 +248,7 @@ class SharedSegment final : public std::pmr::memory_resource {
                     bytes >= 2 * huge_page ? huge_page : page_size());
   }
 #else
+  SharedSegment() = default;
   void* do_allocate(std::size_t, std::size_t) override { throw std::bad_alloc(); }
   void do_deallocate(void*, std::size_t, std::size_t) override {}
 #endif
@@ -192,6 +259,7 @@ class SharedSegment final : public std::pmr::memory_resource {
   const int file_ = -1;
   std::byte* const memory_ = nullptr;
   const std::size_t bytes_ = 0;
+  const std::int64_t owner_ = 0;  // the process
   std::uint64_t secret_ = 0;
   std::mutex mutex_{};
   std::map<std::size_t, std::size_t> free_{};  // offset and length, none next to another
