@@ -222,6 +222,7 @@ int run(int argc, char** argv, bert::Processes& processes) {
     if (parsed && parsed->communicator == bert::Ranks::mpi) processes.begin();
   });
   processes.connect(parsed ? parsed->timeout : bert::Options{}.timeout);
+  processes.require_same(argc, argv);
   processes.agree(misread);
   if (!parsed) return 0;
   bert::Options& options = *parsed;

@@ -15,6 +15,7 @@
 #include <span>
 #include <zero/comm/mpi.hpp>
 
+#include "random.hpp"
 #include "training.hpp"
 #endif
 
@@ -95,6 +96,23 @@ void Processes::agree(const std::string& refusal) {
   }
 }
 
+void Processes::require_same(int argc, const char* const* argv) {
+  if (!begun()) return;
+  std::uint64_t mine = 0;
+  for (int i = 1; i < argc; ++i) {
+    for (const char* c = argv[i]; *c != '\0'; ++c) mine = mix(mine, static_cast<unsigned char>(*c));
+    mine = mix(mine, 256);
+  }
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(size()));
+  communicator()
+      .exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)))
+      .wait();
+  const auto other = std::find_if(all.begin(), all.end(), [&](auto of) { return of != all[0]; });
+  if (other == all.end()) return;
+  throw InputError("rank " + std::to_string(other - all.begin()) +
+                   " was started with other arguments than rank 0; start all with the same");
+}
+
 void Processes::gather(std::vector<Recorder>& recorders) {
   using TimePoint = Recorder::TimePoint;
   struct Summary {
@@ -173,6 +191,7 @@ const std::vector<int>& Processes::ranks_of_host() const { throw InputError("the
 void Processes::agree(const std::string& refusal) {
   if (!refusal.empty()) throw InputError(refusal);
 }
+void Processes::require_same(int, const char* const*) {}
 void Processes::gather(std::vector<Recorder>&) {}
 void Processes::abort(const char*) noexcept {}
 

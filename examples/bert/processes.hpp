@@ -46,6 +46,8 @@ class Processes {
   /// Where a process has a refusal, which is not empty, throws the first one's on all, as
   /// `InputError`: none goes on without the others.
   void agree(const std::string& refusal);
+  /// Throws `InputError` on all where one was started with other arguments.
+  void require_same(int argc, const char* const* argv);
   /// Makes this process's recorder those of all ranks, on rank 0. Times of other hosts are as good
   /// as a barrier is simultaneous.
   void gather(std::vector<Recorder>& recorders);

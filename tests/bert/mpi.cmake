@@ -98,3 +98,7 @@ refuse("mpirun started 2 processes, each of which would train on its own: add --
 refuse("--ranks 3: over MPI each process is a rank, and there are 2" --communicator mpi --ranks 3)
 refuse("not compiled for --optimizer adam --communicator mpi; there are.*bf16" --communicator mpi
        --bucket-view none)
+
+run(2 "rank 1 was started with other arguments than rank 0" ${MPIEXEC}
+    ${NUMPROC_FLAG} 1 ${BERT} ${small} --communicator mpi :
+    ${NUMPROC_FLAG} 1 ${BERT} ${small} --communicator mpi --dropout 0.5)

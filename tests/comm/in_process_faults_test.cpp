@@ -707,3 +707,23 @@ TEST_CASE("fault injector: other sizes, other orders", "[comm]") {
   });
   CHECK(results[0].failure == CommunicatorFailure::aborted);
 }
+
+TEST_CASE("errors of a part say who its ranks are in the whole", "[comm]") {
+  std::vector<std::string> texts(4);
+  zero::run_ranks(
+      4,
+      [&](InProcessCommunicator& comm) {
+        InProcessCommunicator part = comm.split(comm.rank() % 2, comm.rank());
+        if (comm.rank() == 3) part.abort("the disk is full");
+        try {
+          part.barrier().wait();
+        } catch (const CommunicatorError& error) {
+          texts[static_cast<std::size_t>(comm.rank())] = error.what();
+        }
+      },
+      patient);
+  CHECK(texts[0].empty());
+  CHECK(texts[2].empty());
+  CHECK(texts[1].find("rank 1 called abort: the disk is full (ranks of a part; in the whole that "
+                      "was split they are, in order: 1, 3)") != std::string::npos);
+}

@@ -334,7 +334,8 @@ inline InProcessCommunicator InProcessCommunicator::split(int color, int key) {
   std::shared_ptr<detail::InProcessState> world;
   if (members[0] == own()) {
     world = std::make_shared<detail::InProcessState>(members.size(), endpoint_->state->timeout(),
-                                                     endpoint_->state->spin());
+                                                     endpoint_->state->spin(),
+                                                     detail::part_note(members));
   }
   InProcessMeeting meeting = meet("split", &world);
   const void* const first = meeting.peers()[members[0]];

@@ -53,6 +53,15 @@ struct InProcessOperation {
   Work work = nullptr;  ///< null for a meeting: the caller does that work
 };
 
+/// Where ranks are those of a part: who they are in the whole, for messages.
+/// @param ranks by rank of the part
+template <class Ranks>
+std::string part_note(const Ranks& ranks) {
+  std::string text;
+  for (const auto rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return " (ranks of a part; in the whole that was split they are, in order: " + text + ")";
+}
+
 /// "reduce_scatter (sum) of 12 float32 into 3", for messages.
 inline std::string describe(const InProcessOperation& op) {
   if (op.kind == InProcessKind::meeting) return "meeting \"" + std::string(op.name) + "\"";

@@ -70,8 +70,10 @@ class InProcessState {
   using nanoseconds = std::chrono::nanoseconds;
   using Clock = std::chrono::steady_clock;
 
-  InProcessState(std::size_t size, nanoseconds timeout, nanoseconds spin)
+  /// @param part who the ranks are in the world that was split, or nothing
+  InProcessState(std::size_t size, nanoseconds timeout, nanoseconds spin, std::string part = {})
       : size_(size),
+        part_(std::move(part)),
         timeout_(timeout),
         spin_(size > 1 && size <= std::thread::hardware_concurrency() ? spin : nanoseconds{0}),
         members_(size),
@@ -443,7 +445,7 @@ class InProcessState {
         "rank " + std::to_string(rank) + ": " + describe(operation) + ", sequence " +
             std::to_string(sequence) + ", failed (" + std::string(to_string(failure_)) +
             "): " + (cause_.empty() ? "rank " + std::to_string(origin_) + " failed" : cause_) +
-            ". This communicator can't be used any more; build a new world to go on.");
+            part_ + ". This communicator can't be used any more; build a new world to go on.");
   }
 
   /// Throws, once no peer reads this rank's memory.
@@ -480,6 +482,7 @@ class InProcessState {
   }
 
   const std::size_t size_;
+  const std::string part_;
   const nanoseconds timeout_;
   const nanoseconds spin_;
 

@@ -133,9 +133,10 @@ struct MpiMembers {
   }
 
   [[nodiscard]] std::size_t size() const noexcept { return mpi_ranks.size(); }
+  [[nodiscard]] bool is_part() const noexcept { return tag != MpiContext::first_tag; }
   /// The `MPI_Comm` of just these ranks; MPI_COMM_NULL where there is none, or it is given up.
   [[nodiscard]] MPI_Comm own_comm() const noexcept {
-    return context == nullptr || tag != MpiContext::first_tag ? MPI_COMM_NULL : context->comm();
+    return context == nullptr || is_part() ? MPI_COMM_NULL : context->comm();
   }
 };
 
