@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,7 +14,7 @@
 
 namespace bench {
 
-int run(int argc, char** argv, std::string json) {
+int run(int argc, char** argv, std::string json, bool speaks) {
   std::string names;
   std::vector<char*> theirs{argv[0]};
   for (int i = 1; i < argc; ++i) {
@@ -34,18 +35,22 @@ int run(int argc, char** argv, std::string json) {
   int count = static_cast<int>(theirs.size());
   benchmark::Initialize(&count, theirs.data());
   if (benchmark::ReportUnrecognizedArguments(count, theirs.data())) return 2;
-  if (benchmark::RunSpecifiedBenchmarks() == 0) return 2;
+  benchmark::ConsoleReporter reporter;
+  std::ofstream nowhere;
+  if (!speaks) reporter.SetOutputStream(&nowhere), reporter.SetErrorStream(&nowhere);
+  if (benchmark::RunSpecifiedBenchmarks(&reporter) == 0) return 2;
   benchmark::Shutdown();
   if (lines().empty()) return 0;  // only listed
 
+  if (!speaks) return 0;
   print_table();
   try {
-    if (!json.empty()) write_json(json);
+    write_json(json);
   } catch (const std::exception& exception) {
     std::fprintf(stderr, "%s\n", exception.what());
     return 2;
   }
-  if (!json.empty()) std::printf("\nwritten to %s\n", json.c_str());
+  std::printf("\nwritten to %s\n", json.c_str());
   const auto missed = [](const Line& line) { return !line.holds(); };
   return std::any_of(lines().begin(), lines().end(), missed) ? 1 : 0;
 }

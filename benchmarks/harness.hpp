@@ -8,8 +8,8 @@ namespace bench {
 
 /// [NAME…] [--json FILE] [--benchmark_…]: measures the rows whose names match one of the regular
 /// expressions NAME (all without one), prints their table, and writes it as JSON (to `json`, unless
-/// told otherwise; nowhere if empty). Returns 1 where a bound is missed, 2 where it was called
-/// wrongly.
-int run(int argc, char** argv, std::string json);
+/// told otherwise). Returns 1 where a bound is missed, 2 where it was called wrongly.
+/// @param speaks whether this process prints and writes; of several one does
+int run(int argc, char** argv, std::string json, bool speaks = true);
 
 }  // namespace bench

@@ -214,9 +214,8 @@ const Row step("mpi/step", [](Sheet& sheet) {
 int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   const int rank = bench::own_rank(), size = bench::world_size();
-  if (rank != 0) (void)!std::freopen("/dev/null", "w", stdout);
-  const std::string json = rank == 0 ? ZERO_BENCH_JSON_PREFIX + std::to_string(size) + ".json" : "";
-  int code = bench::run(argc, argv, json);
+  int code =
+      bench::run(argc, argv, ZERO_BENCH_JSON_PREFIX + std::to_string(size) + ".json", rank == 0);
   MPI_Bcast(&code, 1, MPI_INT, 0, MPI_COMM_WORLD);  // what rank 0 measured
   MPI_Finalize();
   return code;

@@ -13,7 +13,8 @@
 ///     wherever the model promises determinism; the result is the same bits on every rank.
 ///  5. `wait` throws `CommunicatorError` within the timeout when a peer is missing, failed or did
 ///     something else; the communicator is then poisoned, and every later start or wait throws.
-///     By the time `wait` has thrown, no peer reads this rank's memory any more.
+///     By the time `wait` has thrown, this rank's memory may be freed: no peer reads it any more,
+///     or none that minds what it finds.
 ///  6. Destroying an unfinished request neither throws nor hangs; it poisons the communicator.
 ///  7. Calls on one rank's communicator come from one thread at a time; `abort` from any.
 ///

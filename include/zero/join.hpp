@@ -51,7 +51,8 @@ namespace zero {
 ///  - Any other exception that leaves `body`: it leaves `join`, and the communicator is aborted
 ///    with its text, so that the peers throw `CommunicatorError` at once.
 ///
-/// Throws `UsageError` at once where an optimizer is in a join already, or has failed.
+/// Throws `UsageError` at once where an optimizer is in a join already, or has failed. An optimizer
+/// must stay where it is until its join has returned.
 template <class Body, class... Optimizers>
   requires std::invocable<Body&>
 void join(const JoinOptions& options, Body&& body, Optimizers&... optimizers) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
 /// What a user of the library needs, without any other package: include this. Beyond it stand
-/// `zero/comm/fault_injector.hpp`, for tests of what is built on communicators, and
-/// `zero/interop/`, for other libraries.
+/// `zero/comm/mpi.hpp`, ranks as processes; `zero/views.hpp` and `zero/describe.hpp`, a layout as
+/// range-v3 views and in words; `zero/comm/fault_injector.hpp`, for tests of what is built on
+/// communicators; and `zero/interop/`, for other libraries.
 #pragma once
 
 #include "zero/bfloat16.hpp"                         // IWYU pragma: export

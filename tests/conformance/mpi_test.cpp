@@ -59,6 +59,10 @@ TEST_CASE("MPI: conformance in small pieces", "[comm]") {
 TEST_CASE("MPI: what lies in shared memory is read where it lies", "[comm]") {
   MpiCommunicator comm(MPI_COMM_WORLD, options());
   const auto memory = comm.shared_memory();
+  if (comm.size() == 1) {
+    CHECK(memory != nullptr);
+    return;
+  }
   if (memory == nullptr) {
     WARN("ranks don't see each other's memory here: not tested");
     return;

@@ -5,6 +5,7 @@
 ///
 ///     zero::HybridCommunicator groups(comm, 8);  // state over 8 ranks, comm.size() / 8 replicas
 ///     zero::ZeroSharded optimizer{zero::Adam{}, store, groups};
+///     // which data is this rank's own, and who prints, groups.world().rank() says
 #pragma once
 
 #include <cstddef>
@@ -34,8 +35,8 @@ namespace zero {
 /// default by 1 / all ranks. State, and the gathering of parameters, stay within a group.
 ///
 /// Refers to the world, which must outlive it and the optimizers over it. Meanwhile others may
-/// use the world too, in the same order on all ranks. It has no `meet`, though the groups' ranks
-/// may share memory: buckets go through the communicators.
+/// use the world too, in the same order on all ranks. Ranks that are threads don't step in each
+/// other's memory here (`meet`), as they do without groups: buckets go through the communicators.
 template <class World>
 class HybridCommunicator {
   static_assert(Ranked<World> && Capable<World> && HostExchange<World> && Abortable<World>,

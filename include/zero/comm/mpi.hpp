@@ -61,7 +61,9 @@ class MpiRequest {
   }
 
   /// Returns when this rank's part is done, which is after every rank has started the operation.
-  /// Throws `CommunicatorError`, after which nobody reads or writes this rank's buffers.
+  /// Throws `CommunicatorError`, after which nobody writes this rank's buffers and they may be
+  /// freed (a peer of the same host that has not heard may read one, and throws away what it
+  /// finds).
   void wait() {
     if (state_ != nullptr) wait(state_->options().timeout);
   }
@@ -129,7 +131,9 @@ class MpiCommunicatorRef {
 
   /// A resource whose memory all ranks read where it lies, rather than be sent it; null, on all
   /// ranks, where some can't: on several hosts, where the system forbids it, without
-  /// `MpiOptions::share_memory`, and for a borrowed `MPI_Comm`.
+  /// `MpiOptions::share_memory`, and for a borrowed `MPI_Comm`. To be kept as long as anything is
+  /// allocated from it; it may outlive the communicator. Not collective. Where it is full, ordinary
+  /// memory is given, which peers are sent.
   [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> shared_memory() const noexcept {
     return state_->shared_memory();
   }
@@ -139,6 +143,8 @@ class MpiCommunicatorRef {
                                              std::size_t bytes) const noexcept {
     return state_->peer_memory(static_cast<std::size_t>(rank), address, bytes);
   }
+
+  // The operations, what they do and how spans may alias: zero/communicator.hpp.
 
   template <Element T>
   [[nodiscard]] MpiRequest all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum) {
@@ -246,7 +252,8 @@ class MpiCommunicatorRef {
 /// A communicator over MPI that owns its `MPI_Comm`, and with it a context in which nobody else's
 /// messages are. Destroying it is collective, as making it is: a rank waits for its peers' ends,
 /// but not longer than `MpiOptions::teardown`; a peer that still needs this rank fails at once.
-/// Must be destroyed before MPI_Finalize. One that is poisoned is left to MPI and not freed.
+/// Must be destroyed before MPI_Finalize; after it nothing is done any more. One that is poisoned
+/// is left to MPI and not freed.
 class MpiCommunicator : public MpiCommunicatorRef {
  public:
   /// Duplicates `comm`; collective over it, on which errors are returned meanwhile

@@ -25,8 +25,8 @@ struct MpiOptions {
   std::chrono::nanoseconds spin = std::chrono::milliseconds(1);
   MpiReduction reduction = MpiReduction::rank_order;
   /// What one message carries at most, at least 64; 0: 512 KiB, less where there are many ranks.
-  /// A communicator keeps memory for four messages a peer. Its use is independent of counts, which
-  /// may be beyond MPI's `int`.
+  /// A communicator keeps memory for four messages a peer. Operations may have any number of
+  /// elements, beyond MPI's `int` too: they are cut.
   std::size_t chunk_bytes = 0;
   /// Ranks of one host take large payloads straight out of each other's memory where the system
   /// lets them (Linux: process_vm_readv); an owning communicator finds out when it is made.

@@ -396,7 +396,9 @@ class InProcessState {
       if (slot != nullptr && slot->sequence == sequence && slot->parts[peer].arrived) {
         text += ", " + describe(slot->ranks[peer]);
       }
-      return text + "; keep a rank's communicator until its peers need it no more";
+      return text +
+             "; start the same operations on all ranks (step equally often, or within zero::join), "
+             "and keep a rank's communicator until its peers need it no more";
     });
   }
 

@@ -187,10 +187,10 @@ inline std::string mismatch_text(std::size_t rank, const MpiOperation& operation
   } else if (theirs.counts_hash != mine.counts_hash) {
     text += "; their counts differ";
   } else if (theirs.chunk_bytes != mine.chunk_bytes) {
-    text += "; their MpiOptions::chunk_bytes differ: " + std::to_string(mine.chunk_bytes) +
-            " and " + std::to_string(theirs.chunk_bytes);
+    return text + "; their MpiOptions::chunk_bytes differ: " + std::to_string(mine.chunk_bytes) +
+           " and " + std::to_string(theirs.chunk_bytes) + "; give all ranks the same";
   } else if (theirs.native != mine.native) {
-    text += "; their MpiOptions::reduction differ";
+    return text + "; their MpiOptions::reduction differ; give all ranks the same";
   }
   return text +
          "; every rank must start the same operations in the same order, with element types "

@@ -36,6 +36,7 @@
 #include "zero/detail/mpi_peer_memory.hpp"
 #include "zero/detail/mpi_round.hpp"
 #include "zero/error.hpp"
+#include "zero/memory.hpp"
 
 namespace zero::detail {
 
@@ -75,6 +76,7 @@ class MpiState {
 
   /// What is allocated there all peers see; null, on all ranks, where they can't.
   [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> shared_memory() const noexcept {
+    if (size_ == 1) return {std::shared_ptr<void>(), huge_page_resource()};
     return shares_memory_ ? memory_->segment() : nullptr;
   }
   /// Where `bytes` that `rank` has at `address`, allocated there, lie here.
@@ -379,7 +381,8 @@ class MpiState {
                std::to_string(left_[peer] - 1) + " operations, while rank " +
                std::to_string(rank_) + " needs it for sequence " + std::to_string(completed_) +
                ", " + describe(operation_at(completed_)) +
-               "; keep a rank's communicator until its peers need it no more";
+               "; start the same operations on all ranks (step equally often, or within "
+               "zero::join), and keep a rank's communicator until its peers need it no more";
       });
     }
   }
