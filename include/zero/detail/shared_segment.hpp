@@ -156,7 +156,9 @@ class SharedSegment final : public std::pmr::memory_resource {
   }
 
   void* do_allocate(std::size_t bytes, std::size_t alignment) override {
-    if (void* const memory = take(bytes, alignment)) return memory;
+    // A child of a fork would take what its parent takes.
+    void* const memory = ::getpid() == owner_ ? take(bytes, alignment) : nullptr;
+    if (memory != nullptr) return memory;
     return huge_page_resource()->allocate(bytes, alignment);  // which peers are sent
   }
 
