@@ -4,7 +4,8 @@ set(zero_mpi_environment
   OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
   OMPI_MCA_btl_base_warn_component_unused=0)
 
-add_executable(mpi_test conformance/mpi_test.cpp comm/mpi_sharded_test.cpp)
+add_executable(mpi_test
+  conformance/mpi_test.cpp comm/mpi_sharded_test.cpp peer_faults/mpi_agreement_test.cpp)
 target_link_libraries(mpi_test PRIVATE zero::mpi zero_catch_main zero_warnings zero_exact_arithmetic)
 target_compile_options(mpi_test PRIVATE -O0)
 zero_label(mpi mpi_test)
