@@ -1,4 +1,4 @@
-# cmake -D VARIANT=wrong|twin -D COMPILER=… -D INCLUDE=… -D SOURCE=… -P check.cmake
+# cmake -D VARIANT=wrong|twin -D COMPILER=… -D PRECOMPILED=… -D INCLUDE=… -D SOURCE=… -P check.cmake
 
 file(STRINGS ${SOURCE} line REGEX "^// expect: " LIMIT_COUNT 1)
 if(NOT line MATCHES "^// expect: (.+)$")
@@ -12,7 +12,7 @@ if(VARIANT STREQUAL "wrong")
 endif()
 set(ENV{LC_ALL} C)
 execute_process(
-  COMMAND ${COMPILER} -std=c++20 -fsyntax-only ${define} -I ${INCLUDE} ${SOURCE}
+  COMMAND ${COMPILER} -std=c++20 -fsyntax-only ${define} -I ${PRECOMPILED} -I ${INCLUDE} ${SOURCE}
   RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
 
 if(VARIANT STREQUAL "twin")
