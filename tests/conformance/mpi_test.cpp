@@ -97,9 +97,12 @@ TEST_CASE("MPI: what lies in shared memory is read where it lies", "[comm]") {
     for (std::size_t i = 0; i < n; ++i) {
       right = right && seen[i] == static_cast<float>(k) * at(r, i);
     }
-    const int elsewhere = 0;
-    CHECK(comm.peer_memory(rank, reinterpret_cast<std::uintptr_t>(&elsewhere), 1) == nullptr);
   }
+  // An address means something in its own process alone.
+  const int elsewhere = 0;
+  const std::uint64_t outside = reinterpret_cast<std::uintptr_t>(&elsewhere);
+  CHECK(comm.peer_memory(comm.rank(), outside, 1) == nullptr);
+  CHECK(comm.peer_memory(comm.size(), address, 1) == nullptr);
   CHECK(right);
   comm.barrier().wait();
 }
