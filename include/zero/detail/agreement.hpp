@@ -41,6 +41,22 @@ class AgreedRefusal final : public UsageError {
   using UsageError::UsageError;
 };
 
+/// Calls `body`. What it throws, unless all ranks refuse alike, `tell` is given the text of first.
+template <class Body, class Tell>
+void or_tell(Body&& body, const Tell& tell) {
+  try {
+    body();
+  } catch (const AgreedRefusal&) {
+    throw;
+  } catch (const std::exception& error) {
+    tell(error.what());
+    throw;
+  } catch (...) {
+    tell("an exception that is no std::exception");
+    throw;
+  }
+}
+
 /// What a rank is about when it tells the others something: ranks that call different verbs must
 /// not take one's words for the other's.
 enum class Topic : std::uint64_t { construction = 0x7a65726f01, addition, step };

@@ -7,7 +7,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <mutex>
 #include <optional>
 #include <ranges>
@@ -18,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/detail/agreement.hpp"
 #include "zero/detail/bucket_step.hpp"
 #include "zero/detail/engine_state.hpp"
 #include "zero/detail/fingerprint.hpp"
@@ -228,17 +228,7 @@ class Engine {
   /// After what `body` throws nobody can go on, or where `halfway` not this optimizer either.
   template <class F>
   void or_give_up(bool halfway, F&& body) {
-    try {
-      body();
-    } catch (const AgreedRefusal&) {
-      throw;
-    } catch (const std::exception& error) {
-      give_up("a step", error.what(), halfway);
-      throw;
-    } catch (...) {
-      give_up("a step", "an exception that is no std::exception", halfway);
-      throw;
-    }
+    or_tell(body, [&](const char* why) { give_up("a step", why, halfway); });
   }
 
   StepEnd take_step() {
@@ -248,17 +238,15 @@ class Engine {
     bool updating = false;
     StepEnd end = StepEnd::applied;
     try {
-      const std::string refusal = finish_marks();
-      end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
+      or_tell(
+          [&] {
+            const std::string refusal = finish_marks();
+            end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
+          },
+          [&](const char* why) { give_up("a step", why, updating); });
     } catch (const AgreedRefusal&) {
       close_join();
       forget_round(false);
-      throw;
-    } catch (const std::exception& error) {
-      give_up("a step", error.what(), updating);
-      throw;
-    } catch (...) {
-      give_up("a step", "an exception that is no std::exception", updating);
       throw;
     }
     forget_round(end == StepEnd::applied || end == StepEnd::skipped);

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <memory_resource>
 #include <optional>
@@ -135,20 +134,9 @@ struct EngineState : EngineIdentity {
   /// What only this rank throws its peers must learn of.
   template <class F>
   void construct_or_abort(F&& body) {
-    const auto tell = [&](const char* why) {
+    or_tell(body, [&](const char* why) {
       if (!alone()) comm().abort("a construction failed: " + std::string(why));
-    };
-    try {
-      body();
-    } catch (const AgreedRefusal&) {
-      throw;
-    } catch (const std::exception& error) {
-      tell(error.what());
-      throw;
-    } catch (...) {
-      tell("an exception that is no std::exception");
-      throw;
-    }
+    });
   }
   /// Whether parameter i has a place of its own: not frozen, not tied to another.
   [[nodiscard]] bool steps_alone(std::size_t i) const { return stands_alone(parameters, i); }
