@@ -161,10 +161,10 @@ inline bool agree(const MpiHeader& mine, const MpiHeader& theirs) noexcept {
 
 /// Why a round can't go on.
 struct MpiTrouble {
-  int peer = -1;  ///< whose message differs; -1 where MPI reported an error
-  std::optional<MpiHeader> theirs{};
-  std::size_t expected_bytes = 0;  ///< of that peer in this round
-  std::string text{};              ///< of MPI's error
+  int peer = -1;                      ///< whose message or memory it is; -1: MPI reported an error
+  std::optional<MpiHeader> theirs{};  ///< of a message that differs; none: memory can't be read
+  std::size_t expected_bytes = 0;     ///< of that peer in this round
+  std::string text{};                 ///< of MPI's or the system's error
 };
 
 /// @param mine the header of `rank`'s own messages in that round
