@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -34,9 +35,10 @@ namespace zero {
 /// rank order, then those sums over the groups, in the order of groups, and multiplies once, by
 /// default by 1 / all ranks. State, and the gathering of parameters, stay within a group.
 ///
-/// Refers to the world, which must outlive it and the optimizers over it. Meanwhile others may
-/// use the world too, in the same order on all ranks. Ranks that are threads don't step in each
-/// other's memory here (`meet`), as they do without groups: buckets go through the communicators.
+/// Refers to the world, which must outlive it and the optimizers over it; a duplicate has its own.
+/// Meanwhile others may use the world too, in the same order on all ranks. Ranks that are threads
+/// don't step in each other's memory here (`meet`), as they do without groups: buckets go through
+/// the communicators.
 template <class World>
 class HybridCommunicator {
   static_assert(Ranked<World> && Capable<World> && HostExchange<World> && Abortable<World>,
@@ -71,6 +73,20 @@ class HybridCommunicator {
   HybridCommunicator(World& world, part_type shards, part_type replicas)
       : world_(&world), shards_(std::move(shards)), replicas_(std::move(replicas)) {
     require_grid();
+  }
+
+  /// Duplicates of all three, which this one keeps. Collective over the world. Throws what the
+  /// world's `duplicate` throws.
+  [[nodiscard]] HybridCommunicator duplicate()
+    requires Duplicable<World> && Duplicable<part_type>
+  {
+    return HybridCommunicator(std::make_shared<World>(world_->duplicate()), *this);
+  }
+  /// As the world's.
+  [[nodiscard]] bool concurrent() const
+    requires Duplicable<World>
+  {
+    return world_->concurrent();
   }
 
   /// In the shard group.
@@ -157,6 +173,12 @@ class HybridCommunicator {
   [[nodiscard]] auto batch() { return shards_.batch(); }
 
  private:
+  HybridCommunicator(std::shared_ptr<World> world, HybridCommunicator& original)
+      : own_world_(std::move(world)),
+        world_(own_world_.get()),
+        shards_(original.shards_.duplicate()),
+        replicas_(original.replicas_.duplicate()) {}
+
   /// The world, once all its ranks have asked for the same groups.
   static World& checked(World& world, int shard_size) {
     const auto asked = detail::exchange_all(world, std::span<const int>(&shard_size, 1));
@@ -208,12 +230,14 @@ class HybridCommunicator {
     }
   }
 
+  std::shared_ptr<World> own_world_{};  // a duplicate's
   World* world_;
   part_type shards_;
   part_type replicas_;
 };
 
 static_assert(Communicator<HybridCommunicator<InProcessCommunicator>, float> &&
-              ReplicatedCommunicator<HybridCommunicator<InProcessCommunicator>>);
+              ReplicatedCommunicator<HybridCommunicator<InProcessCommunicator>> &&
+              Duplicable<HybridCommunicator<InProcessCommunicator>>);
 
 }  // namespace zero
