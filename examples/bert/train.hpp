@@ -25,6 +25,7 @@
 #include <zero/comm/mpi.hpp>
 #endif
 
+#include "keeper.hpp"
 #include "kernels.hpp"
 #include "model.hpp"
 #include "process_memory.hpp"
@@ -121,6 +122,32 @@ inline Process begin_of_process() {
   return process;
 }
 
+/// An optimizer as the keeper of a model's gradients: they are written where it says, and
+/// communicated as soon as they are complete.
+template <class Optimizer, class T>
+class OptimizerKeeper final : public Keeper<T> {
+ public:
+  OptimizerKeeper(Optimizer& optimizer, std::size_t tensors)
+      : optimizer_(optimizer), leases_(tensors) {}
+
+  void acquire(int) override {}
+  void release(int) override {}
+  T* gradient(std::size_t i) override {
+    leases_[i].emplace(optimizer_.template gradient<T>(i));
+    return leases_[i]->values().data();
+  }
+  void complete(std::size_t i) override {
+    leases_[i].reset();
+    optimizer_.mark_ready(i);
+  }
+
+ private:
+  using Lease = decltype(std::declval<Optimizer&>().template gradient<T>(0));
+
+  Optimizer& optimizer_;
+  std::vector<std::optional<Lease>> leases_;  ///< by tensor
+};
+
 /// Trains one rank. Whatever the communicator, the report is the same on all ranks.
 template <class Opt, class T, class Partition, class View, class Stage, class Comm>
 class RankTrainer {
@@ -142,6 +169,8 @@ class RankTrainer {
         groups_of<Opt>(options_),    store,   comm_,    Partition{},
         View{options_.bucket_bytes}, Stage{}, settings, StepObserver{clock}};
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
+    OptimizerKeeper<decltype(optimizer), T> keeper(optimizer, model.tensors().size());
+    model.keep_by(&keeper);
     look_at_memory(&Resident::built);
 
     Batch batch;
@@ -154,10 +183,7 @@ class RankTrainer {
       const std::uint64_t key = mix(mix(mix(options_.seed, dropout_stream), rank), step);
       const float loss = model.forward(batch, options_.dropout, key);
       clock.was(&StepTime::forward, "forward");
-      model.backward(static_cast<float>(optimizer.loss_scale()),
-                     [&](std::size_t first, std::size_t last) {
-                       for (std::size_t i = first; i < last; ++i) optimizer.mark_ready(i);
-                     });
+      model.backward(static_cast<float>(optimizer.loss_scale()));
       clock.was(&StepTime::backward, "backward");
       comm_.barrier().wait();  // only so that waiting is not taken for stepping
       clock.was(&StepTime::wait, "wait");
