@@ -3,6 +3,7 @@
 /// What the library throws. A caller who wants one handler catches `zero::Error`.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -22,6 +23,23 @@ class Error : public std::runtime_error {
 class UsageError : public Error {
  public:
   using Error::Error;
+};
+
+/// Gradients need more memory before they can be reduced than `Stage2::pool_bytes` (or `Stage3`'s)
+/// allows. The step can't be finished, and peers are told; parameters have not changed.
+class PoolExhausted : public UsageError {
+ public:
+  /// @param needed bytes that were needed at that moment; in another order it may be less
+  /// @param pool bytes that the pool has
+  PoolExhausted(std::size_t needed, std::size_t pool, const std::string& what)
+      : UsageError(what), needed_(needed), pool_(pool) {}
+
+  [[nodiscard]] std::size_t needed() const noexcept { return needed_; }
+  [[nodiscard]] std::size_t pool() const noexcept { return pool_; }
+
+ private:
+  std::size_t needed_;
+  std::size_t pool_;
 };
 
 /// A step of a `join` with `JoinEnd::raise` in which some rank has no more input. All ranks throw

@@ -3,9 +3,12 @@
 /// What a caller may set of a `ZeroSharded` at run time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory_resource>
 #include <optional>
+#include <string_view>
 
 #include "zero/loss_scale.hpp"
 #include "zero/memory.hpp"
@@ -44,6 +47,15 @@ struct Settings {
   bool check_values = true;
   /// Fills padding with NaN, so that any use of it shows in the results. For tests.
   bool poison_padding = false;
+  /// Fills with NaN, and keeps, what stages 2 and 3 would give back to the system: a gradient's
+  /// memory once it is reduced, and a unit's once it is released. Whatever is read there shows, and
+  /// what is written is reported when the memory is used again. For tests and debugging.
+  bool poison_released = false;
+  /// The initial values of parameters that have a shape but no values yet (`ShapedParam`), which a
+  /// view that moves values gives them: element by element, counted in the parameter, rounded to
+  /// its type. Each rank asks for what it keeps, so at stage 3 nobody needs memory for the whole
+  /// model. Must depend on nothing but its arguments, and bear calls from several ranks at once.
+  std::function<double(std::string_view parameter, std::size_t element)> initial_value = {};
   /// Where slots, arenas and staging come from. Must outlive the optimizer and, with a view that
   /// moves parameters, the parameters too. With the default, what peers in other processes read is
   /// where they can read it in place, if the communicator offers that.

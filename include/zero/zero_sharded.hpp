@@ -37,6 +37,7 @@
 #include "zero/precision.hpp"
 #include "zero/settings.hpp"
 #include "zero/stage.hpp"
+#include "zero/traffic_report.hpp"
 
 namespace zero {
 
@@ -105,12 +106,14 @@ class GradientLease {
 template <class Engine>
 class AccumulationScope {
  public:
-  explicit AccumulationScope(Engine& engine) : engine_(&engine) { engine.accumulate(true); }
+  AccumulationScope(Engine& engine, Accumulation mode) : engine_(&engine) {
+    engine.begin_accumulating(mode);
+  }
   AccumulationScope(AccumulationScope&& other) noexcept
       : engine_(std::exchange(other.engine_, nullptr)) {}
   AccumulationScope& operator=(AccumulationScope&&) = delete;
   ~AccumulationScope() {
-    if (engine_ != nullptr) engine_->accumulate(false);
+    if (engine_ != nullptr) engine_->end_accumulating();
   }
 
  private:
@@ -183,17 +186,24 @@ class ZeroSharded {
                 "zero::NoView, zero::ParamView or zero::ParamAndGradView");
   static_assert(StagePolicy<Stage>,
                 "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
-  static_assert(!detail::shards_gradients<Stage>,
-                "zero: this version shards the optimizer state only; use zero::Stage1");
+  static_assert(!detail::shards_gradients<Stage> || !detail::is_communicator<comm_type> ||
+                    Duplicable<comm_type>,
+                "zero: stages 2 and 3 reduce and gather on threads of their own, so the "
+                "communicator must have duplicate() and concurrent(); see zero::Duplicable");
+  static_assert(!detail::shards_values<Stage> || !ParamStore<store_type> ||
+                    detail::moves_values<BucketView>,
+                "zero: stage 3 takes values away while nobody uses them, but this bucket view "
+                "leaves them where the caller put them; use zero::ParamView with parameters that "
+                "have rebind(values, owner), or zero::ShapedParam in place of zero::ParamRef");
   static_assert(detail::AllElements<store_type, detail::IsPrecision<Precision>>::value,
                 "zero: the precision must model zero::PrecisionPolicy for every element type of "
                 "the store; see zero/precision.hpp");
   static_assert(detail::AllElements<store_type, detail::KeepsArithmetic<Precision>>::value,
                 "zero: a precision's master must be the parameter's type or what that is computed "
                 "in, and its slots must be computed in the same; see zero/precision.hpp");
-  static_assert(detail::AllElements<store_type, detail::SendsOwnType<Precision>>::value,
-                "zero: this version sends gradients in the parameters' own element types; let the "
-                "precision's Wire<T> be T");
+  static_assert(detail::AllElements<store_type, detail::SendsNoMore<Precision>>::value,
+                "zero: gradients are sent in the parameter's own element type, or those of float "
+                "parameters in 16 bits; let the precision's Wire<T> be one of these");
   static_assert(detail::AllElements<store_type, detail::KeepsUpdates<Precision>>::value,
                 "zero: 16-bit parameters without a master copy, rounded to nearest, lose every "
                 "update smaller than half a unit of their last place; use zero::MixedPrecision "
@@ -236,7 +246,7 @@ class ZeroSharded {
       : engine_(std::make_unique<Engine>(
             std::move(groups.options), std::forward<Store>(store), std::forward<Comm>(comm),
             detail::pick<Partition>(policies...), detail::pick<BucketView>(policies...),
-            detail::pick<Precision>(policies...), detail::pick<Observe>(policies...),
+            detail::pick<Stage>(policies...), detail::pick<Precision>(policies...), detail::pick<Observe>(policies...),
             detail::pick<Settings>(policies...))) {
     static_assert(
         ((detail::families<P> == 1) && ...),
@@ -253,7 +263,7 @@ class ZeroSharded {
             !detail::one_of_each<P...>,
         "zero: a policy that was given differs from this type's template argument of its "
         "kind; make them the same");
-    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Precision, Observe>,
+    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Stage, Precision, Observe>,
                   "zero: a policy type of this optimizer has no default; give one after the "
                   "communicator");
   }
@@ -277,12 +287,46 @@ class ZeroSharded {
   /// it is not stepped.
   void mark_absent(std::size_t i) { engine_->mark(i, detail::Mark::absent); }
 
-  /// Until the returned scope ends, backward passes only accumulate (mode `local`: full gradients
-  /// in the caller's memory, no traffic): marks are checked and otherwise ignored, and leases add
-  /// from the second on. The backward after it marks as usual, and one step is made of all of them.
-  /// Gradients are summed, so divide the loss, or `Settings::gradient_scale`, by their number.
-  /// Throws `UsageError` within another such scope, and after the first mark of a step.
-  [[nodiscard]] auto accumulate() { return AccumulationScope<Engine>(*engine_); }
+  /// Until the returned scope ends, backward passes only accumulate; the one after it marks as
+  /// usual, and one step is made of all of them. Gradients are summed, so divide the loss, or
+  /// `Settings::gradient_scale`, by their number.
+  ///
+  /// `Accumulation::local`: any number of passes; full gradients stay on this rank, without traffic.
+  /// Marks are checked and otherwise ignored, and leases add from the second on.
+  /// `Accumulation::sharded`, one pass a scope: marks mean what they do in the last pass. When the
+  /// scope ends every bucket has been handed over to be reduced and added to the sums; what was not
+  /// marked is taken as `step` takes it. What fails there, the next step throws.
+  ///
+  /// The default is the stage's (`Accumulation`). All ranks use the same mode, and as many sharded
+  /// scopes in a step. Throws `UsageError` within another such scope, after the first mark of a
+  /// step, and for a mode that the stage does not have.
+  [[nodiscard]] auto accumulate(Accumulation mode = detail::default_accumulation<Stage>) {
+    return AccumulationScope<Engine>(*engine_, mode);
+  }
+
+  /// Collective: the values of all parameters whose `Attributes::unit` is `unit` are in their place
+  /// when this returns, until it is released as often as it was acquired. All ranks acquire and
+  /// release the same units in the same order; from the second step on the next ones are gathered
+  /// ahead. A tied parameter's values come with the unit of what it is tied to. Pointers are the
+  /// same each time; outside of `acquire` and `release` what they point to means nothing. Where
+  /// values aren't sharded, they are always there.
+  ///
+  /// Throws `UsageError` where there is no such unit, where ranks acquire different ones and, with
+  /// `Settings::poison_released`, where something was written after the release; and
+  /// `CommunicatorError`.
+  void acquire(int unit) { engine_->acquire(unit); }
+  /// Lets go of a unit's values; what was written to them is lost. Throws `UsageError` where it is
+  /// not acquired.
+  void release(int unit) { engine_->release(unit); }
+
+  /// What this rank's traffic has cost it so far.
+  [[nodiscard]] TrafficReport traffic() const {
+    if constexpr (Engine::State::pools_gradients) {
+      return engine_->way().traffic();
+    } else {
+      return {};
+    }
+  }
 
   /// Collective: reduces gradients, updates this rank's shard, gathers the parameters. Where one
   /// rank refuses (options that make no sense, an open lease, a gradient of another size), all
@@ -416,9 +460,18 @@ class ZeroSharded {
         if (lane.arena) report.values += lane.arena->bytes();
         if (lane.gradient_arena) report.gradients += lane.gradient_arena->bytes();
         report.gradients += lane.reduced.bytes();
+        report.values += lane.shard.bytes();
         report.staging += lane.workspace.bytes();
       });
       report.staging += engine_->staging_bytes();
+      if constexpr (Engine::State::pools_gradients) {
+        const auto& way = engine_->way();
+        report.pooled = way.pooled_bytes();
+        report.pooled_peak = way.pooled_peak();
+        report.values += state.resident_value_bytes();
+        report.gathered = way.gathered_bytes();
+        report.gathered_peak = way.gathered_peak();
+      }
       return report;
     });
   }

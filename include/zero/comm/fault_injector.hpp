@@ -43,6 +43,7 @@ struct Fault {
   std::uint64_t operation = 0;  ///< how many operations this rank has started before that one
   std::uint64_t every = 0;      ///< if positive, every so many operations from then on
   std::chrono::nanoseconds delay{0};
+  int duplicate = -1;  ///< -1: an operation of the communicator; else of its so many-th duplicate
 };
 
 /// All that goes wrong in a world. Give every rank the same one.
@@ -72,9 +73,11 @@ struct FaultState {
     bool swap = false;
   };
 
-  FaultState(Comm comm, FaultPlan what)
+  /// @param which of a communicator's duplicates it is; -1 for none
+  FaultState(Comm comm, FaultPlan what, int which)
       : inner(std::move(comm)),
         plan(std::move(what)),
+        duplicate(which),
         random(plan.seed * 0x9e3779b97f4a7c15U + static_cast<std::uint64_t>(inner.rank())) {}
 
   Decision next() {
@@ -82,6 +85,7 @@ struct FaultState {
         .index = count++, .delay_start = random_delay(), .delay_finish = random_delay()};
     for (const Fault& fault : plan.faults) {
       if (fault.rank != -1 && fault.rank != inner.rank()) continue;
+      if (fault.duplicate != duplicate) continue;
       const bool due = fault.every == 0 ? decision.index == fault.operation
                                         : decision.index >= fault.operation &&
                                               (decision.index - fault.operation) % fault.every == 0;
@@ -140,6 +144,8 @@ struct FaultState {
 
   Comm inner;
   FaultPlan plan;
+  int duplicate;
+  int duplicates = 0;
   std::uint64_t random;
   std::uint64_t count = 0;
   bool stuck = false;
@@ -259,7 +265,7 @@ class FaultInjector {
   [[nodiscard]] static constexpr bool supports(ReduceOp op) { return Comm::supports(op); }
 
   explicit FaultInjector(Comm inner, FaultPlan plan = {})
-      : state_(std::make_shared<State>(std::move(inner), std::move(plan))) {}
+      : FaultInjector(std::move(inner), std::move(plan), -1) {}
 
   [[nodiscard]] int rank() const { return state_->inner.rank(); }
   [[nodiscard]] int size() const { return state_->inner.size(); }
@@ -365,10 +371,29 @@ class FaultInjector {
     return state_->inner.world();
   }
 
+  /// The same ranks apart from these, with the faults that the plan has for this duplicate.
+  [[nodiscard]] auto duplicate()
+    requires Duplicable<Comm>
+  {
+    using Inner = decltype(state_->inner.duplicate());
+    return FaultInjector<Inner, shares_memory && SharedMemoryCommunicator<Inner>>(
+        state_->inner.duplicate(), state_->plan, state_->duplicates++);
+  }
+  [[nodiscard]] bool concurrent() const
+    requires Duplicable<Comm>
+  {
+    return state_->inner.concurrent();
+  }
+
   void abort(std::string_view reason) const { state_->inner.abort(std::string(reason)); }
   [[nodiscard]] auto batch() { return state_->inner.batch(); }
 
  private:
+  template <class Other, bool other_shares>
+  friend class FaultInjector;
+  FaultInjector(Comm inner, FaultPlan plan, int duplicate)
+      : state_(std::make_shared<State>(std::move(inner), std::move(plan), duplicate)) {}
+
   using State = detail::FaultState<Comm>;
   using Counts = std::vector<std::size_t>[2];
 

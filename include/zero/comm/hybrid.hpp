@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -71,6 +72,20 @@ class HybridCommunicator {
   HybridCommunicator(World& world, part_type shards, part_type replicas)
       : world_(&world), shards_(std::move(shards)), replicas_(std::move(replicas)) {
     require_grid();
+  }
+
+  /// The same groups apart from these. Collective over the world. Throws what its `duplicate` does.
+  [[nodiscard]] HybridCommunicator duplicate()
+    requires Duplicable<World> && Duplicable<part_type>
+  {
+    auto world = std::make_shared<World>(world_->duplicate());
+    part_type shards = shards_.duplicate();
+    return HybridCommunicator(std::move(world), std::move(shards), replicas_.duplicate());
+  }
+  [[nodiscard]] bool concurrent() const
+    requires Duplicable<World> && Duplicable<part_type>
+  {
+    return world_->concurrent();
   }
 
   /// In the shard group.
@@ -208,7 +223,14 @@ class HybridCommunicator {
     }
   }
 
+  HybridCommunicator(std::shared_ptr<World> world, part_type shards, part_type replicas)
+      : world_(world.get()),
+        own_world_(std::move(world)),
+        shards_(std::move(shards)),
+        replicas_(std::move(replicas)) {}
+
   World* world_;
+  std::shared_ptr<World> own_world_{};  ///< of a duplicate
   part_type shards_;
   part_type replicas_;
 };

@@ -289,6 +289,11 @@ class InProcessCommunicator {
   /// `CommunicatorError`. A failure of the part is not one of the whole, nor the reverse.
   [[nodiscard]] InProcessCommunicator split(int color, int key);
 
+  /// The same ranks apart from these. All ranks call it. Throws `CommunicatorError`.
+  [[nodiscard]] InProcessCommunicator duplicate() { return split(0, rank()); }
+  /// Duplicates may be used from several threads at once.
+  [[nodiscard]] static constexpr bool concurrent() noexcept { return true; }
+
   /// There is nothing to launch together.
   struct Batch {
     Batch() noexcept {}

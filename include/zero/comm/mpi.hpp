@@ -318,6 +318,13 @@ class MpiCommunicator : public MpiCommunicatorRef {
     return MpiCommunicator(std::move(part), options);
   }
 
+  /// The same ranks apart from these, as `split` makes them.
+  [[nodiscard]] MpiCommunicator duplicate() { return split(0, rank()); }
+  /// Whether MPI was initialised for calls from several threads at once (MPI_THREAD_MULTIPLE).
+  [[nodiscard]] bool concurrent() const noexcept {
+    return detail::mpi_thread_level() == MPI_THREAD_MULTIPLE;
+  }
+
  private:
   MpiCommunicator(detail::MpiMembers part, const MpiOptions& options)
       : MpiCommunicatorRef(std::move(part), options) {

@@ -59,7 +59,13 @@ void or_tell(Body&& body, const Tell& tell) {
 
 /// What a rank is about when it tells the others something: ranks that call different verbs must
 /// not take one's words for the other's.
-enum class Topic : std::uint64_t { construction = 0x7a65726f01, addition, step };
+enum class Topic : std::uint64_t { construction = 0x7a65726f01, addition, step, unit };
+
+/// Which unit a rank gathers next.
+struct UnitAnnouncement {
+  Topic topic;
+  std::int64_t unit;
+};
 
 /// One parameter as the ranks compare it.
 struct ParameterDigest {

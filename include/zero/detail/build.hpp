@@ -29,8 +29,10 @@
 #include "zero/detail/inspect.hpp"
 #include "zero/detail/lane.hpp"
 #include "zero/detail/lane_room.hpp"
+#include "zero/detail/paged_lane.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
+#include "zero/detail/units.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
@@ -72,6 +74,14 @@ class Builder {
         state_.scaling.validate(State::in_float);
       } catch (const UsageError& error) {
         throw UsageError(std::string("construction: ") + error.what());
+      }
+      if constexpr (State::pools_gradients) {
+        if (!state_.alone() && !state_.comm().concurrent()) {
+          throw UsageError(
+              "construction: stages 2 and 3 need a communicator that several threads may call at "
+              "once, which this one does not allow; of MPI, initialise it by MPI_Init_thread with "
+              "MPI_THREAD_MULTIPLE");
+        }
       }
       if (state_.settings.flush_denormals && !can_flush_denormals) {
         throw UsageError(
@@ -128,24 +138,28 @@ class Builder {
     if constexpr (!moves) return;
     state_.for_each_lane([&](auto& lane) {
       using T = typename std::remove_cvref_t<decltype(lane)>::element;
-      if constexpr (View::values == Residency::arena) lane.base = lane.arena->data();
+      if constexpr (View::values == Residency::arena) {
+        lane.base = Stage::shards_values ? lane.value_pages->data() : lane.arena->data();
+      }
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (state_.parameters[i].frozen || state_.parameters[i].lane != lane.index) continue;
         auto&& parameter = detail::parameter_at(state_.store(), i);
-        const auto place_in = [&](HostArray<T>& arena) {
-          return std::span<T>(arena.data() + state_.layout->place(i).offset,
+        const auto place_in = [&](T* arena) {
+          return std::span<T>(arena + state_.layout->place(i).offset,
                               state_.parameters[i].elements);
         };
         using Span = values_t<parameter_t<store_type>>;
         if constexpr (View::values == Residency::arena) {
-          if (state_.steps_alone(i)) lane.values[i] = place_in(*lane.arena).data();
-          parameter.rebind(Span(place_in(*lane.arena)), lane.arena);
-          require_rebound(i, parameter.values(), place_in(*lane.arena), "rebind", "values()");
+          const std::span<T> place = place_in(lane.base);
+          if (state_.steps_alone(i)) lane.values[i] = place.data();
+          parameter.rebind(Span(place), values_owner(lane));
+          require_rebound(i, parameter.values(), place, "rebind", "values()");
         }
         if constexpr (View::gradients == Residency::arena) {
-          parameter.rebind_gradient(Span(place_in(*lane.gradient_arena)), lane.gradient_arena);
-          require_rebound(i, parameter.gradient(), place_in(*lane.gradient_arena),
-                          "rebind_gradient", "gradient()");
+          const auto [begin, owner] = gradients_of(lane);
+          const std::span<T> place = place_in(begin);
+          parameter.rebind_gradient(Span(place), owner);
+          require_rebound(i, parameter.gradient(), place, "rebind_gradient", "gradient()");
         }
       }
     });
@@ -166,7 +180,10 @@ class Builder {
  private:
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
-    detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen);
+    const bool may_be_empty =
+        View::values == Residency::arena && static_cast<bool>(state_.settings.initial_value);
+    detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen,
+                    may_be_empty);
     if constexpr (State::steps_tensors) require_steppable(all_groups, first, seen);
   }
 
@@ -232,7 +249,13 @@ class Builder {
     for_each_pair(next, [&](auto& lane, auto& old) {
       lane.index = old.index;
       place(lane, *made, seen.parameters);
-      allocate(lane, old, *made, slots_wanted, keeps, before);
+      if constexpr (State::pools_gradients) {
+        lane.gradient_pages = pages_for(lane, *made);
+      }
+      if constexpr (Stage::shards_values) {
+        spread_values(lane, old, *made, seen.parameters, before);
+      }
+      allocate(lane, old, *made, seen.parameters, slots_wanted, keeps, before);
       if constexpr (State::steps_tensors) {
         lane.workspace = HostArray<typename std::remove_cvref_t<decltype(lane)>::arithmetic>(
             room_of(lane, *made).workspace(seen.parameters, all_groups), state_.settings.memory);
@@ -339,8 +362,9 @@ class Builder {
 
   /// Makes the lane's arrays, which begin with what `old` holds already.
   template <class Lane>
-  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map, std::size_t slots_wanted,
-                bool keeps, std::size_t before) {
+  void allocate(Lane& lane, const Lane& old, const Layout<Partition>& map,
+                const std::vector<ParameterInfo>& infos, std::size_t slots_wanted, bool keeps,
+                std::size_t before) {
     const std::size_t kept = room_of(lane, map).kept();
     const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
       array = HostArray<U>(kept, state_.settings.memory);
@@ -354,19 +378,143 @@ class Builder {
     for (std::size_t s = 0; s < slots_wanted; ++s) grow(lane.state[s], old.state[s]);
     if constexpr (Lane::storage::has_master) {
       grow(lane.master, old.master);
-      read_masters(lane, map, before);
+      read_masters(lane, map, before, &infos);
     }
     lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, keeps),
                                                         state_.settings.memory);
   }
 
   /// Copies values into masters, from parameter `first` on.
+  /// @param infos given while parameters may not have values yet
   template <class Lane>
-  void read_masters(Lane& lane, const Layout<Partition>& map, std::size_t first) {
-    State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+  void read_masters(Lane& lane, const Layout<Partition>& map, std::size_t first,
+                    const std::vector<ParameterInfo>* infos = nullptr) {
+    using T = typename Lane::element;
+    const auto read = [&](const Fragment& f, const T* values, std::size_t begin) {
       if (f.parameter < first) return;
-      widen_array(lane.values_at(f), lane.master.span().subspan(begin, f.elements));
-    });
+      const auto master = lane.master.span().subspan(begin, f.elements);
+      if (values != nullptr) {
+        widen_array(values, master);
+      } else {
+        for (std::size_t e = 0; e < f.elements; ++e) {
+          master[e] = element_traits<T>::load(initial<T>((*infos)[f.parameter], f.parameter_begin + e));
+        }
+      }
+    };
+    if constexpr (Stage::shards_state) {
+      for (const OwnedFragment& owned : lane.owned) {
+        read(owned.fragment, kept_or_null(lane, owned), owned.shard_begin);
+      }
+    } else {
+      State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
+        read(f, at_or_null(lane, f), begin);
+      });
+    }
+  }
+
+  /// Null where the parameter has no values yet.
+  template <class Lane>
+  static typename Lane::element* at_or_null(Lane& lane, const Fragment& f) {
+    return lane.values[f.parameter] == nullptr ? nullptr : lane.values_at(f);
+  }
+  template <class Lane>
+  static typename Lane::element* kept_or_null(Lane& lane, const OwnedFragment& owned) {
+    return owned.value_begin == not_in_shard ? at_or_null(lane, owned.fragment)
+                                             : lane.kept_values(owned);
+  }
+
+  /// What the user says that a parameter begins with.
+  template <class T>
+  [[nodiscard]] T initial(const ParameterInfo& info, std::size_t element) const {
+    return element_traits<T>::store(
+        static_cast<arithmetic_t<T>>(state_.settings.initial_value(info.name, element)));
+  }
+  /// A fragment's values as they are at construction.
+  template <class Lane>
+  void copy_values(Lane& lane, const Fragment& f, const ParameterInfo& info,
+                   typename Lane::element* to) {
+    using T = typename Lane::element;
+    if (const T* const from = at_or_null(lane, f)) {
+      std::memcpy(to, from, f.elements * sizeof(T));
+      return;
+    }
+    for (std::size_t e = 0; e < f.elements; ++e) to[e] = initial<T>(info, f.parameter_begin + e);
+  }
+
+  // Of stages that shard gradients and values.
+
+  template <class Lane>
+  [[nodiscard]] auto pages_for(const Lane& lane, const Layout<Partition>& map) {
+    return std::make_shared<PagedLane<typename Lane::element>>(
+        map.extent(lane.index), map.buckets(lane.index), state_.settings.poison_released);
+  }
+
+  /// Own slices of what comes and goes into the lane's shard, and what stays into its pages.
+  template <class Lane>
+  void spread_values(Lane& lane, const Lane& old, const Layout<Partition>& map,
+                     const std::vector<ParameterInfo>& infos, std::size_t before) {
+    using T = typename Lane::element;
+    lane.value_pages = pages_for(lane, map);
+    lane.shard_values.assign(map.buckets(lane.index), 0);
+    for (const Unit& unit : state_.units(map, infos)) {
+      if (!unit.resident) continue;
+      for (const UnitBuckets& part : unit.parts) {
+        if (part.lane != lane.index) continue;
+        for (std::size_t b = part.buckets.begin; b < part.buckets.end; ++b) {
+          lane.shard_values[b] = not_in_shard;
+        }
+      }
+    }
+    std::size_t size = 0;
+    for (std::size_t b = 0; b < lane.shard_values.size(); ++b) {
+      if (lane.shard_values[b] == not_in_shard) continue;
+      lane.shard_values[b] = size;
+      size += map.slice(lane.index, b, state_.rank()).size();
+    }
+    lane.shard = HostArray<T>(size, state_.settings.memory);
+    if (state_.settings.poison_padding) poison(lane.shard.span());
+    for (OwnedFragment& owned : lane.owned) {
+      const std::size_t slice = lane.shard_values[owned.bucket];
+      if (slice == not_in_shard) continue;
+      const Fragment& f = owned.fragment;
+      const std::size_t begin =
+          slice + f.lane_begin - map.slice(lane.index, owned.bucket, state_.rank()).begin;
+      T* const to = lane.shard.data() + begin;
+      if (f.parameter < before) {
+        std::memcpy(to, old.shard.data() + begin, f.elements * sizeof(T));
+      } else {
+        copy_values(lane, f, infos[f.parameter], to);
+      }
+      owned.value_begin = begin;
+    }
+    for (std::size_t b = 0; b < lane.shard_values.size(); ++b) {
+      if (lane.shard_values[b] != not_in_shard) continue;
+      const Interval whole = map.bucket(lane.index, b);
+      T* const pages = lane.value_pages->data();
+      if (state_.settings.poison_padding) {
+        poison(std::span<T>(pages + whole.begin, whole.size()));
+      }
+      for (const Fragment& f : map.fragments(lane.index, whole)) {
+        copy_values(lane, f, infos[f.parameter], pages + f.lane_begin);
+      }
+    }
+  }
+
+  template <class Lane>
+  [[nodiscard]] static std::shared_ptr<const void> values_owner(const Lane& lane) {
+    if constexpr (Stage::shards_values) return lane.value_pages;
+    return lane.arena;
+  }
+  template <class Lane>
+  [[nodiscard]] static auto gradients_of(const Lane& lane) {
+    using T = typename Lane::element;
+    if constexpr (State::pools_gradients) {
+      return std::pair<T*, std::shared_ptr<const void>>(lane.gradient_pages->data(),
+                                                        lane.gradient_pages);
+    } else {
+      return std::pair<T*, std::shared_ptr<const void>>(lane.gradient_arena->data(),
+                                                        lane.gradient_arena);
+    }
   }
 
   template <class U>
@@ -387,7 +535,7 @@ class Builder {
       HostArray<T> array;
     };
     const std::shared_ptr<std::pmr::memory_resource> memory = state_.memory_for_peers();
-    const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
+    [[maybe_unused]] const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
       auto kept = std::make_shared<Kept>(Kept{memory, HostArray<T>(all.size(), memory.get())});
       HostArray<T>* const array = &kept->array;
       arena = std::shared_ptr<HostArray<T>>(std::move(kept), array);
@@ -397,13 +545,13 @@ class Builder {
         std::fill_n(arena->data() + f.lane_begin, f.elements, zero_of<T>());
       }
     };
-    if constexpr (View::values == Residency::arena) {
+    if constexpr (View::values == Residency::arena && !Stage::shards_values) {
       make(lane.arena);
       for (const Fragment& f : map.fragments(lane.index, all)) {
-        std::memcpy(lane.arena->data() + f.lane_begin, lane.values_at(f), f.elements * sizeof(T));
+        copy_values(lane, f, infos[f.parameter], lane.arena->data() + f.lane_begin);
       }
     }
-    if constexpr (View::gradients == Residency::arena) {
+    if constexpr (View::gradients == Residency::arena && !State::pools_gradients) {
       make(lane.gradient_arena);
       for (std::size_t i = 0; i < infos.size(); ++i) {
         if (infos[i].lane != lane.index || !stands_alone(infos, i)) continue;

@@ -24,6 +24,7 @@
 #include "zero/detail/hash.hpp"
 #include "zero/detail/join_scope.hpp"
 #include "zero/detail/marks.hpp"
+#include "zero/detail/overlapped_step.hpp"
 #include "zero/detail/shared_memory_step.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/store_reader.hpp"
@@ -32,6 +33,7 @@
 #include "zero/layout.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/settings.hpp"
+#include "zero/stage.hpp"
 
 namespace zero::detail {
 
@@ -44,10 +46,10 @@ class Engine {
 
   /// As `EngineState`.
   Engine(std::vector<Opt> groups, Store&& store, Comm&& comm, Partition partition, View view,
-         Precision precision, Observe observer, Settings settings)
+         Stage stage, Precision precision, Observe observer, Settings settings)
       : state_(std::move(groups), std::forward<Store>(store), std::forward<Comm>(comm),
-               std::move(partition), std::move(view), std::move(precision), std::move(observer),
-               settings),
+               std::move(partition), std::move(view), std::move(stage), std::move(precision),
+               std::move(observer), std::move(settings)),
         reader_(state_),
         marks_(state_.parameters),
         way_(state_) {
@@ -65,10 +67,23 @@ class Engine {
     require_usable();
     require_open_join("gradient");
     reader_.require_trainable(i, "gradient");
-    const std::span<T> memory =
-        reader_.template gradient_memory<T>(state_.parameters[i].leader, "gradient");
-    adds = !marks_.begin_lease(i);  // not the first on it
-    return memory;
+    const std::size_t leader = state_.parameters[i].leader;
+    if constexpr (State::pools_gradients) {
+      const std::span<T> memory = pooled_gradient<T>(leader, "gradient");
+      const bool first = marks_.begin_lease(i);
+      adds = !first;
+      try {
+        or_give_up(false, [&] { way_.open(leader, "gradient", first); });
+      } catch (...) {
+        marks_.end_lease(i);
+        throw;
+      }
+      return memory;
+    } else {
+      const std::span<T> memory = reader_.template gradient_memory<T>(leader, "gradient");
+      adds = !marks_.begin_lease(i);  // not the first on it
+      return memory;
+    }
   }
 
   void end_lease(std::size_t i) noexcept {
@@ -84,11 +99,15 @@ class Engine {
     reader_.require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
-    if (mark == Mark::ready && !reader_.record_gradient(leader, verb, !accumulating_)) {
+    const bool counts = accumulating_ != Accumulation::local;
+    if (mark == Mark::ready && !note_gradient(leader, verb, counts)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
-                       " has a null gradient; give it memory, or call mark_absent");
+                       (State::pools_gradients
+                            ? " has no gradient: none was leased, and it shows none itself; write "
+                              "to gradient(i).values(), or call mark_absent"
+                            : " has a null gradient; give it memory, or call mark_absent"));
     }
-    if (accumulating_) return;
+    if (!counts) return;
     if (!marks_.mark(i, mark)) return;
     or_give_up(false, [&] { way_.complete(leader); });
   }
@@ -101,6 +120,11 @@ class Engine {
   void enter_join(JoinScope& scope) {
     const std::scoped_lock lock(mutex_);
     require_usable();
+    if constexpr (Stage::shards_values) {
+      throw UsageError(
+          "join: at stage 3 every forward gathers from all ranks, so a rank without input can't "
+          "stand aside; give all ranks as many batches, or use zero::Stage2");
+    }
     if (state_.join != nullptr) {
       throw UsageError(
           "join: this optimizer is in a join already; name each optimizer once, and "
@@ -120,21 +144,67 @@ class Engine {
     give_up("a join", why, false);
   }
 
-  /// While accumulating, marks mean nothing yet.
-  void accumulate(bool on) {
+  void begin_accumulating(Accumulation mode) {
     const std::scoped_lock lock(mutex_);
-    if (on) {
-      require_usable();
-      if (accumulating_) {
-        throw UsageError("accumulate: already accumulating; end the earlier scope first");
-      }
-      if (marks_.any()) {
+    require_usable();
+    if (accumulating_) {
+      throw UsageError("accumulate: already accumulating; end the earlier scope first");
+    }
+    if (marks_.any()) {
+      throw UsageError(
+          "accumulate: gradients were marked already in this step; accumulate first, and mark in "
+          "the last backward");
+    }
+    if constexpr (State::pools_gradients) {
+      if (mode == Accumulation::sharded) {
+        if (state_.join != nullptr) {
+          throw UsageError(
+              "accumulate: in a join ranks may differ in their backward passes, which sharded "
+              "accumulation reduces one by one; use Accumulation::local");
+        }
+        if (marks_.any_written()) {
+          throw UsageError(
+              "accumulate: gradients were leased in this step outside of a scope of sharded "
+              "accumulation; begin it before the backward");
+        }
+        way_.prepare_to_add();
+      } else if (way_.accumulates()) {
         throw UsageError(
-            "accumulate: gradients were marked already in this step; accumulate first, and mark in "
-            "the last backward");
+            "accumulate: this step has accumulated sharded before; use one mode in a step");
+      }
+    } else if (mode == Accumulation::sharded) {
+      throw UsageError(
+          "accumulate: Accumulation::sharded needs a stage that shards gradients; use zero::Stage2 "
+          "or Stage3, or Accumulation::local");
+    }
+    accumulating_ = mode;
+  }
+  /// What goes wrong here is told by the next step.
+  void end_accumulating() noexcept {
+    const std::scoped_lock lock(mutex_);
+    const auto mode = std::exchange(accumulating_, std::nullopt);
+    if constexpr (State::pools_gradients) {
+      if (mode != Accumulation::sharded || failed_) return;
+      try {
+        or_give_up(false, [&] {
+          try {
+            marks_.require_no_lease();
+            take_unmarked("accumulate");
+          } catch (const UsageError& error) {
+            postponed_ = text_of(error);
+          }
+          way_.end_round();
+        });
+        marks_.reset(true);
+      } catch (...) {  // the communicator keeps why
       }
     }
-    accumulating_ = on;
+  }
+
+  void acquire(int unit) { with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); }); }
+  void release(int unit) {
+    if constexpr (Stage::shards_values) way_.require_held(unit);
+    with_unit("release", unit, [&](auto& way) { way.release(unit); });
   }
 
   void clip(std::optional<double> max_norm) {
@@ -157,7 +227,14 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     std::string refusal;
-    if (marks_.any() || marks_.any_lease()) {
+    if constexpr (Stage::shards_values) {
+      try {
+        way_.require_none_held("add_param_group");
+      } catch (const UsageError& error) {
+        refusal = text_of(error);
+      }
+    }
+    if (marks_.any() || marks_.any_lease() || accumulating_) {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
@@ -186,6 +263,11 @@ class Engine {
     reader_.require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
+      // What is reduced has been let go of, and reads as zeros; to fill it would take memory.
+      if (State::pools_gradients && View::gradients == Residency::arena &&
+          !state_.settings.poison_released) {
+        continue;
+      }
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
         std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
       });
@@ -208,6 +290,8 @@ class Engine {
     return state_;
   }
   [[nodiscard]] std::size_t staging_bytes() const { return way_.staging_bytes(); }
+  /// How ranks reach each other.
+  [[nodiscard]] const auto& way() const noexcept { return way_; }
   void require(std::size_t i, const char* verb) const { reader_.require(i, verb); }
 
  private:
@@ -259,6 +343,89 @@ class Engine {
                             " was not taken on any rank, and nothing has changed");
     }
     return end;
+  }
+
+  // Of gradients.
+
+  /// A gradient that was not marked counts as ready where there is one.
+  void take_unmarked(const char* verb) {
+    for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
+      if (state_.steps_alone(i) && !marks_.whole(i)) note_gradient(i, verb, true);
+    }
+  }
+
+  /// Checks where a leader's gradient is and, where `notes`, keeps it; false where there is none.
+  bool note_gradient(std::size_t leader, const char* verb, bool notes) {
+    if constexpr (State::pools_gradients) {
+      if (notes) or_give_up(false, [&] { way_.begin_round(); });
+      if (marks_.written(leader)) {
+        if (notes) note_pooled(leader);
+        return true;
+      }
+      if (!reader_.record_gradient(leader, verb, notes)) return false;
+      if (notes) or_give_up(false, [&] { take_over(leader, verb); });
+      return true;
+    } else {
+      return reader_.record_gradient(leader, verb, notes);
+    }
+  }
+
+  /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
+  template <class T>
+  std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
+    const ParameterInfo& info = state_.parameters[leader];
+    if (info.lane != lane_of<T, elements>::value) {
+      throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
+                       " has another element type than the one asked for");
+    }
+    auto& lane = std::get<lane_of<T, elements>::value>(state_.lanes);
+    return {lane.gradient_pages->data() + state_.layout->place(leader).offset, info.elements};
+  }
+  void note_pooled(std::size_t leader) {
+    state_.for_each_lane([&]<class Lane>(Lane& lane) {
+      if (lane.index != state_.parameters[leader].lane) return;
+      lane.gradients[leader] =
+          pooled_gradient<typename Lane::element>(leader, "gradient").data();
+    });
+    state_.present[leader] = 1;
+  }
+
+  /// A gradient in memory of the framework's stays there until it is sent, unless the framework
+  /// would let go of it. One that was moved counts as pooled.
+  void take_over(std::size_t leader, const char* verb) {
+    auto&& parameter = detail::parameter_at(state_.store(), leader);
+    if constexpr (View::gradients == Residency::arena) {
+      way_.open(leader, verb, false);
+    } else if constexpr (requires { parameter.release_gradient(); }) {
+      way_.open(leader, verb, true);
+      detail::visit_span(parameter.gradient(), [&]<class T>(std::span<T> from) {
+        const std::span<T> to = pooled_gradient<T>(leader, verb);
+        std::copy(from.begin(), from.end(), to.begin());
+      });
+      note_pooled(leader);
+      parameter.release_gradient();
+    }
+  }
+
+  /// Does `body(way)` where units come and go.
+  template <class F>
+  void with_unit(const char* verb, int unit, F&& body) {
+    {
+      const std::scoped_lock lock(mutex_);
+      require_usable();
+      const auto has = [&](const ParameterInfo& info) { return info.attributes.unit == unit; };
+      if (std::none_of(state_.parameters.begin(), state_.parameters.end(), has)) {
+        throw UsageError(std::string(verb) + ": there is no unit " + std::to_string(unit) +
+                         "; units are those that parameters' Attributes::unit names");
+      }
+    }
+    if constexpr (Stage::shards_values) {
+      // Not under the lock: gradients may be marked while a unit is waited for.
+      or_tell([&] { body(way_); }, [&](const char* why) {
+        const std::scoped_lock lock(mutex_);
+        give_up(verb, why, false);
+      });
+    }
   }
 
   StepEnd step_alone(const std::string& refusal, bool& updating) {
@@ -314,11 +481,12 @@ class Engine {
         }
       }
       reader_.require_size("step", false);
+      if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));
+      if constexpr (Stage::shards_values) way_.require_none_held("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-        if (!state_.steps_alone(i)) continue;
-        reader_.require_unmoved(i);
-        if (takes && !marks_.whole(i)) reader_.record_gradient(i, "step");
+        if (state_.steps_alone(i)) reader_.require_unmoved(i);
       }
+      if (takes) take_unmarked("step");
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
       for (const Opt& group : state_.groups) {
@@ -366,14 +534,24 @@ class Engine {
   }
 
   std::mutex mutex_{};
-  bool accumulating_ = false;
+  std::optional<Accumulation> accumulating_{};
+  std::string postponed_{};  ///< what went wrong where nothing could be thrown
   Fingerprint<Opt> fingerprint_{};
   State state_;
   StoreReader<State> reader_;
   Marks marks_;
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
-  std::conditional_t<State::shares_memory, SharedMemoryStep<State>, BucketStep<State>> way_;
+  static auto way_of() {
+    if constexpr (State::pools_gradients) {
+      return std::type_identity<OverlappedStep<State>>{};
+    } else if constexpr (State::shares_memory && !State::rounds_gradients) {
+      return std::type_identity<SharedMemoryStep<State>>{};
+    } else {
+      return std::type_identity<BucketStep<State>>{};
+    }
+  }
+  typename decltype(way_of())::type way_;
 };
 
 }  // namespace zero::detail

@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <memory_resource>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -33,6 +35,7 @@
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
+#include "zero/detail/units.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 #include "zero/join_options.hpp"
@@ -74,6 +77,12 @@ struct EngineState : EngineIdentity {
       !shares_memory || !has_replicas,
       "zero: a communicator of one of several groups must have no `meet`, since gradients "
       "are summed over the other groups too");
+  /// Whether gradients live in memory of the optimizer's until they are reduced.
+  static constexpr bool pools_gradients = Stage::shards_gradients;
+  /// Whether some gradients are rounded to travel, so that nobody may read them where they lie.
+  static constexpr bool rounds_gradients = []<class... T>(TypeList<T...>) {
+    return (!std::is_same_v<T, typename Precision::template Wire<T>> || ...);
+  }(elements{});
   /// Whether values and gradients of the lane are the caller's flat buffers.
   static constexpr bool flat = lies_flat<store_type, View, Partition>;
   /// Whether some element type is computed in float.
@@ -91,14 +100,16 @@ struct EngineState : EngineIdentity {
   /// Collective. Throws `UsageError` on all ranks where one refuses or where they differ; then
   /// nothing of the caller's has changed.
   EngineState(std::vector<Opt> all_groups, Store&& a_store, Comm&& a_comm, Partition partition,
-              View a_view, Precision a_precision, Observe an_observer, Settings all_settings)
+              View a_view, Stage a_stage, Precision a_precision, Observe an_observer,
+              Settings all_settings)
       : store_held(std::forward<Store>(a_store)),
         comm_held(std::forward<Comm>(a_comm)),
         groups(std::move(all_groups)),
         view(a_view),
+        stage(a_stage),
         precision(a_precision),
         observer(std::move(an_observer)),
-        settings(all_settings),
+        settings(std::move(all_settings)),
         scaling(settings, all_ranks()) {
     construct_or_abort([&] { Builder<EngineState>(*this).construct(partition); });
   }
@@ -137,6 +148,22 @@ struct EngineState : EngineIdentity {
     or_tell(body, [&](const char* why) {
       if (!alone()) comm().abort("a construction failed: " + std::string(why));
     });
+  }
+  /// What is gathered and let go together. Where values aren't sharded everything is resident.
+  [[nodiscard]] std::vector<Unit> units() { return units(*layout, parameters); }
+  [[nodiscard]] std::vector<Unit> units(const Layout<Partition>& map,
+                                        const std::vector<ParameterInfo>& infos) {
+    const bool all_stay = !Stage::shards_values || alone();
+    return units_of(
+        map, [&](std::size_t i) { return infos[i].attributes.unit; }, element_bytes(elements{}),
+        all_stay ? std::numeric_limits<std::size_t>::max() : resident_bytes(stage));
+  }
+  /// Of values that stay although others come and go.
+  [[nodiscard]] std::size_t resident_value_bytes() {
+    if (!Stage::shards_values) return 0;
+    std::size_t sum = 0;
+    for (const Unit& unit : units()) sum += unit.resident ? unit.bytes : 0;
+    return sum;
   }
   /// Whether parameter i has a place of its own: not frozen, not tied to another.
   [[nodiscard]] bool steps_alone(std::size_t i) const { return stands_alone(parameters, i); }
@@ -270,9 +297,17 @@ struct EngineState : EngineIdentity {
       const Interval handled =
           all ? layout->bucket(lane, bucket) : layout->slice(lane, bucket, rank());
       const Event event{phase, lane, bucket, handled.size()};
-      observer.begin(event);
+      const auto tell = [&](auto&& told) {
+        if constexpr (pools_gradients) {  // threads of traffic tell, too
+          const std::scoped_lock lock(observing);
+          told();
+        } else {
+          told();
+        }
+      };
+      tell([&] { observer.begin(event); });
       body();
-      observer.end(event);
+      tell([&] { observer.end(event); });
     }
   }
 
@@ -313,10 +348,10 @@ struct EngineState : EngineIdentity {
     std::optional<typename decltype(type())::type> scalars_;
   };
 
-  /// Steps one fragment whose slots start at `begin`.
+  /// Steps one fragment whose values are kept at `values` and whose slots start at `begin`.
   template <class Lane, class C, class G>
-  void step_fragment(Lane& lane, C& constants, const Fragment& f, std::size_t begin,
-                     const GradientSum<G>& gradient) {
+  void step_fragment(Lane& lane, C& constants, const Fragment& f, typename Lane::element* values,
+                     std::size_t begin, const GradientSum<G>& gradient) {
     const Opt& optimizer = groups[parameters[f.parameter].group];
     NoiseKey noise{};
     if constexpr (Lane::storage::rounding == Rounding::stochastic) {
@@ -324,9 +359,9 @@ struct EngineState : EngineIdentity {
                         f.parameter);
     }
     if constexpr (UpdateRule<Opt, typename Lane::arithmetic>) {
-      update_fragment(optimizer, constants.of(f.parameter), lane, f, begin, noise, gradient);
+      update_fragment(optimizer, constants.of(f.parameter), lane, f, values, begin, noise, gradient);
     } else {
-      step_tensor(optimizer, constants.of(f.parameter), lane, f, begin, noise, gradient,
+      step_tensor(optimizer, constants.of(f.parameter), lane, f, values, begin, noise, gradient,
                   parameters[f.parameter].shape);
     }
   }
@@ -336,20 +371,21 @@ struct EngineState : EngineIdentity {
   template <class Lane, class F>
   void update_bucket(Lane& lane, std::size_t bucket, const F& gradient) {
     Constants<typename Lane::arithmetic> constants(*this);
-    const auto update = [&](const Fragment& f, std::size_t begin) {
+    const auto update = [&](const Fragment& f, auto* values, std::size_t begin) {
       if (stepping[f.parameter] == 0) return;
-      step_fragment(lane, constants, f, begin, gradient(f, begin));
+      step_fragment(lane, constants, f, values, begin, gradient(f, begin));
     };
     observe(Phase::update, lane.index, bucket, [&] {
       const FlushDenormals flush(settings.flush_denormals);
       if constexpr (Stage::shards_state) {
         for (std::size_t k = lane.owned_begin[bucket]; k < lane.owned_begin[bucket + 1]; ++k) {
-          update(lane.owned[k].fragment, lane.owned[k].shard_begin);
+          const OwnedFragment& owned = lane.owned[k];
+          update(owned.fragment, lane.kept_values(owned), owned.shard_begin);
         }
       } else {
         for (const Fragment& f :
              layout->fragments(lane.index, layout->bucket(lane.index, bucket))) {
-          update(f, f.lane_begin);
+          update(f, lane.values_at(f), f.lane_begin);
         }
       }
     });
@@ -385,8 +421,10 @@ struct EngineState : EngineIdentity {
   Held<Comm> comm_held;
   std::vector<Opt> groups;
   View view;
+  [[no_unique_address]] Stage stage;
   [[no_unique_address]] Precision precision;
   [[no_unique_address]] Observe observer;
+  std::mutex observing{};  ///< of `observer`, where several threads tell it
   Settings settings;
   Scaling scaling;
 

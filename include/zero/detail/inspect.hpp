@@ -114,8 +114,10 @@ inline void require_ties_in_group(Inspection& seen) {
 /// shape that doesn't fit the values, null values, names that occur twice, memory shared without a
 /// tie. Fills `out` as it goes, so that names are known to whoever reports. Values before parameter
 /// `first` are not hashed.
+/// @param may_be_empty whether parameters may have a shape, but no values yet
 template <ParamStore S>
-void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, Inspection& out) {
+void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, Inspection& out,
+             bool may_be_empty = false) {
   using Elements = store_elements<S>;
   const std::size_t count = std::ranges::size(store);
   if (count == 0) {
@@ -156,8 +158,9 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
     }
     detail::visit_span(parameter.values(), [&](auto values) {
       info.lane = lane_of<typename decltype(values)::value_type, Elements>::value;
-      info.elements = values.size();
+      info.elements = shaped;
       info.element_bytes = sizeof(typename decltype(values)::value_type);
+      if (values.empty() && may_be_empty && !info.frozen) return;
       if (shaped != values.size()) {
         refuse_parameter(out, i,
                          "has " + std::to_string(values.size()) + " values, but its shape holds " +

@@ -6,10 +6,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "zero/detail/paged_lane.hpp"
 #include "zero/detail/rounding.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/update_loop.hpp"
@@ -19,11 +21,15 @@
 
 namespace zero::detail {
 
+/// Of a fragment whose values are not in `HostLane::shard`.
+inline constexpr std::size_t not_in_shard = std::numeric_limits<std::size_t>::max();
+
 /// A fragment that this rank owns.
 struct OwnedFragment {
   Fragment fragment;
   std::size_t bucket;
   std::size_t shard_begin;  ///< where it starts among the rank's slices, one after the other
+  std::size_t value_begin = not_in_shard;  ///< where its values start in `HostLane::shard`
 };
 
 /// @tparam S a `Storage`
@@ -42,6 +48,15 @@ struct HostLane {
   element* base = nullptr;
   std::shared_ptr<HostArray<element>> arena;
   std::shared_ptr<HostArray<element>> gradient_arena;
+  /// As large as the lane, with memory only where gradients wait to be reduced; of stages that
+  /// shard them.
+  std::shared_ptr<PagedLane<element>> gradient_pages;
+  /// As large as the lane, with memory only where units are gathered; of stages that shard values.
+  std::shared_ptr<PagedLane<element>> value_pages;
+  /// The values of the own slices of all buckets that come and go, one slice after the other.
+  HostArray<element> shard;
+  /// By bucket: where the own slice starts in `shard`, or `not_in_shard`. Empty where all stay.
+  std::vector<std::size_t> shard_values;
   /// Over the own slices (over everything without sharding), as the slots; empty without masters.
   HostArray<typename S::master> master;
   std::array<HostArray<typename S::slot>, slots> state;
@@ -60,6 +75,15 @@ struct HostLane {
   [[nodiscard]] element* values_at(const Fragment& f) const {
     return values[f.parameter] + f.parameter_begin;
   }
+  /// Where the values of an own fragment are kept.
+  [[nodiscard]] element* kept_values(const OwnedFragment& owned) {
+    return owned.value_begin == not_in_shard ? values_at(owned.fragment)
+                                             : shard.data() + owned.value_begin;
+  }
+  /// Whether a bucket's values are on this rank only while they are acquired.
+  [[nodiscard]] bool comes_and_goes(std::size_t bucket) const {
+    return !shard_values.empty() && shard_values[bucket] != not_in_shard;
+  }
   [[nodiscard]] const element* gradient_at(const Fragment& f) const {
     const element* whole = gradients[f.parameter];
     return whole == nullptr ? nullptr : whole + f.parameter_begin;
@@ -75,12 +99,13 @@ struct HostLane {
 inline constexpr std::size_t look_chunk = 512;
 
 /// Steps one fragment by an update rule.
-/// @param state_begin where the fragment's slots start
+/// @param values where the fragment's values are kept
+/// @param state_begin where its slots start
 template <class Rule, class Scalars, class S, std::size_t slots, class G>
 void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<S, slots>& lane,
-                     const Fragment& fragment, std::size_t state_begin, NoiseKey noise,
-                     const GradientSum<G>& gradient) {
-  UpdateArrays<S, slots> arrays{lane.values_at(fragment),
+                     const Fragment& fragment, typename S::value* values, std::size_t state_begin,
+                     NoiseKey noise, const GradientSum<G>& gradient) {
+  UpdateArrays<S, slots> arrays{values,
                                 nullptr,
                                 {},
                                 noise,

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <type_traits>
 #include <vector>
@@ -58,13 +59,21 @@ template <class Opt>
   return looks_first || settings.flush_denormals;
 }
 
-/// The ring of buffers that a lane's buckets travel through, in elements.
+/// Buffers that a lane's buckets travel through, in elements.
 struct StagingRoom {
   std::size_t flights = 0;   ///< buckets in flight at once
   std::size_t buffer = 0;    ///< of each flight: a whole bucket
-  std::size_t received = 0;  ///< of each flight: everybody's part of the own slice
-  [[nodiscard]] std::size_t elements() const { return flights * (buffer + received); }
+  std::size_t wire = 0;      ///< of each flight: a whole bucket in the type that gradients travel in
+  std::size_t received = 0;  ///< of each flight: everybody's part of the own slice, likewise
+  /// @param value bytes of a parameter's element
+  /// @param wire_bytes of one that travels
+  [[nodiscard]] std::size_t bytes(std::size_t value, std::size_t wire_bytes) const {
+    return flights * (buffer * value + (wire + received) * wire_bytes);
+  }
 };
+
+/// What buffers are for.
+enum class Journey : std::uint8_t { both, reduce, gather };
 
 /// Sizes of one rank's arrays of one lane, in elements. The layout must outlive it.
 /// @tparam S a `Storage`
@@ -73,8 +82,10 @@ class LaneRoom {
  public:
   /// Buckets in flight at once, at most.
   static constexpr std::size_t ring_size = 4;
-  /// Gradients travel as they are and are summed where they arrive, in the arithmetic type.
-  static constexpr bool sums_here = !std::is_same_v<typename S::value, typename S::arithmetic>;
+  /// Gradients are summed where they arrive, in the arithmetic type, since they travel in another.
+  static constexpr bool sums_here = !std::is_same_v<typename S::wire, typename S::arithmetic>;
+  /// Gradients are rounded to the type that they travel in.
+  static constexpr bool rounds = !std::is_same_v<typename S::wire, typename S::value>;
 
   /// @param alone whether there are no other ranks at all, not of other groups either
   LaneRoom(const Layout<Partition>& map, std::size_t lane, int rank, bool alone)
@@ -94,7 +105,7 @@ class LaneRoom {
     if (alone_ || settings.gradients == Gradients::reduced) return 0;
     // Ranks that share memory sum while they update, unless they have to look first; without
     // sharding, where everyone needs all sums, each keeps those of its slices for the others.
-    if (shares_memory) {
+    if (shares_memory && !Stage::shards_gradients && !rounds) {
       return Stage::shards_state && !keeps ? 0 : map_->shard_elements(lane_, rank_);
     }
     return kept();
@@ -116,7 +127,8 @@ class LaneRoom {
   }
 
   /// Buckets on their way between ranks that don't share memory.
-  [[nodiscard]] StagingRoom staging() const {
+  /// @param in_place whether values lie as in the lane, so that they are gathered where they are
+  [[nodiscard]] StagingRoom staging(Journey journey, bool in_place) const {
     if (alone_) return {};
     StagingRoom room;
     std::size_t largest = 0;
@@ -126,11 +138,27 @@ class LaneRoom {
       largest = std::max(largest, map_->bucket(lane_, b).size());
       largest_slice = std::max(largest_slice, map_->slice(lane_, b, rank_).size());
     }
-    room.flights = std::min(ring_size, buckets);
-    // Without sharding a bucket of the arithmetic type is packed and summed where sums are kept.
-    if (Stage::shards_state || sums_here) room.buffer = largest;
-    if (sums_here) room.received = largest_slice * static_cast<std::size_t>(map_->world());
+    room.flights = std::min(journey == Journey::both ? ring_size : 1, buckets);
+    if (journey != Journey::gather) {
+      if (rounds) room.wire = largest;
+      if (sums_here) room.received = largest_slice * static_cast<std::size_t>(map_->world());
+    }
+    if (journey == Journey::both) {
+      // Without sharding a bucket of the arithmetic type is packed and summed where sums are kept.
+      if (Stage::shards_state || sums_here) room.buffer = largest;
+    } else if (journey == Journey::gather && !in_place) {
+      room.buffer = largest;
+    }
     return room;
+  }
+  /// All of it, in bytes.
+  [[nodiscard]] std::size_t staging_bytes(bool in_place) const {
+    const auto bytes = [&](Journey journey) {
+      return staging(journey, in_place)
+          .bytes(sizeof(typename S::value), sizeof(typename S::wire));
+    };
+    if constexpr (Stage::shards_gradients) return bytes(Journey::reduce) + bytes(Journey::gather);
+    return bytes(Journey::both);
   }
 
   /// Elements of parameters among `kept`: the rest is padding.

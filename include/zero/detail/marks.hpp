@@ -55,6 +55,9 @@ class Marks {
     return whole(leader(i));
   }
 
+  /// Whether something was written to the gradient that parameter i shares, since the last step.
+  [[nodiscard]] bool written(std::size_t i) const { return state_[leader(i)].written; }
+
   /// Whether all of a leader's ties have been marked.
   [[nodiscard]] bool whole(std::size_t leader) const {
     return state_[leader].marked == (*parameters_)[leader].ties;
@@ -64,6 +67,13 @@ class Marks {
   [[nodiscard]] bool any() const {
     for (const State& state : state_) {
       if (state.mark != Mark::none) return true;
+    }
+    return false;
+  }
+  /// Whether something was leased since the last step.
+  [[nodiscard]] bool any_written() const {
+    for (const State& state : state_) {
+      if (state.written) return true;
     }
     return false;
   }

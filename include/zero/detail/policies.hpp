@@ -208,11 +208,12 @@ struct KeepsArithmetic {
   }();
 };
 template <class Precision>
-struct SendsOwnType {
+struct SendsNoMore {
   template <class T>
   static constexpr bool holds = [] {
     if constexpr (PrecisionPolicy<Precision, T>) {
-      return std::same_as<typename Precision::template Wire<T>, T>;
+      using Wire = typename Precision::template Wire<T>;
+      return std::same_as<Wire, T> || (std::same_as<T, float> && is_16_bit<Wire>);
     } else {
       return true;
     }
@@ -256,6 +257,14 @@ template <class Stage>
 inline constexpr bool shards_gradients = false;
 template <StagePolicy Stage>
 inline constexpr bool shards_gradients<Stage> = Stage::shards_gradients;
+
+template <class Stage>
+inline constexpr bool shards_values = false;
+template <StagePolicy Stage>
+inline constexpr bool shards_values<Stage> = Stage::shards_values;
+
+template <class Comm>
+inline constexpr bool is_communicator = Ranked<Comm> && Capable<Comm>;
 
 template <class Store, class Comm>
 inline constexpr bool same_memory_space = true;

@@ -233,7 +233,7 @@ class SharedMemoryStep {
                 const Fragment& f = theirs.owned[o].fragment;
                 if (state_.stepping[f.parameter] == 0) continue;
                 state_.step_fragment(
-                    lane, constants, f, f.lane_begin,
+                    lane, constants, f, lane.values_at(f), f.lane_begin,
                     lane.summed(theirs.reduced.data() + theirs.owned[o].shard_begin, scale));
               }
             }

@@ -18,6 +18,7 @@ struct Storage {
   using arithmetic = arithmetic_t<T>;
   using master = typename Precision::template Master<T>;
   using slot = typename Precision::template Slot<T>;
+  using wire = typename Precision::template Wire<T>;
   static constexpr bool has_master = !std::is_same_v<master, T>;
   /// Whether anything is rounded when it is stored.
   static constexpr bool rounds = sizeof(T) == 2 || sizeof(slot) == 2;

@@ -79,11 +79,13 @@ template <class S, class Opt>
 
 /// Steps one complete tensor; its gradient is summed and scaled first.
 /// @param t the parameter's own step count, this step included
-/// @param state_begin where the tensor's slots start
+/// @param kept where the tensor's values are kept
+/// @param state_begin where its slots start
 template <class Opt, class S, std::size_t slots, class G>
 void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
-                 const Fragment& fragment, std::size_t state_begin, NoiseKey noise,
-                 const GradientSum<G>& gradient, std::span<const std::size_t> shape) {
+                 const Fragment& fragment, typename S::value* kept, std::size_t state_begin,
+                 NoiseKey noise, const GradientSum<G>& gradient,
+                 std::span<const std::size_t> shape) {
   using A = typename S::arithmetic;
   using T = typename S::value;
   constexpr bool values_as_they_lie = std::is_same_v<T, A>;
@@ -100,10 +102,10 @@ void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
   if constexpr (S::has_master) {
     values = {lane.master.data() + state_begin, n};
   } else if constexpr (values_as_they_lie) {
-    values = {lane.values_at(fragment), n};
+    values = {kept, n};
   } else {
     values = carver.take(n);
-    widen_array(lane.values_at(fragment), values);
+    widen_array(kept, values);
   }
   std::array<std::span<A>, slots> state{};
   for (std::size_t s = 0; s < used; ++s) {
@@ -119,7 +121,7 @@ void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
   optimizer.update(TensorRef<A>{shape, values, summed, workspace}, state, t);
 
   if constexpr (!values_as_they_lie) {
-    round_array<S::rounding, 0>(std::span<const A>(values), lane.values_at(fragment), noise);
+    round_array<S::rounding, 0>(std::span<const A>(values), kept, noise);
   }
   if constexpr (!slots_as_they_lie) {
     [&]<std::size_t... I>(std::index_sequence<I...>) {
