@@ -95,18 +95,34 @@ struct Shapes {
   }
 };
 
-/// What of a report is not the moved parameters and gradients themselves.
+/// What a rank keeps, of which the optimizer's report tells a part.
+/// @param value_bytes of all parameters, of which the optimizer may have moved some or all
 template <class View, class Stage>
 RankMemory memory_of(std::size_t value_bytes, const zero::MemoryReport& report,
                      std::size_t activations) {
+  const auto moved = [value_bytes](zero::Residency residency) {
+    return residency == zero::Residency::arena ? value_bytes : 0;
+  };
   RankMemory memory;
-  memory.parameters = memory.gradients = value_bytes;
   memory.state = report.state + report.master;
-  const std::size_t moved = (View::values == zero::Residency::arena ? value_bytes : 0) +
-                            (View::gradients == zero::Residency::arena ? value_bytes : 0);
-  memory.moved = moved;
-  memory.buckets = report.total() - memory.state - moved;
+  memory.pool = report.pooled_peak + report.gathered_peak;
   memory.activations = activations;
+  std::size_t others = memory.state + report.pooled + report.gathered;
+  if constexpr (Stage::shards_values) {
+    memory.parameters = report.values;
+    others += report.values;
+  } else {
+    memory.parameters = value_bytes;
+    memory.moved = moved(View::values);
+  }
+  if constexpr (Stage::shards_gradients) {
+    memory.gradients = report.gradients;
+    others += report.gradients;
+  } else {
+    memory.gradients = value_bytes;
+    memory.moved += moved(View::gradients);
+  }
+  memory.buckets = report.total() - others - memory.moved;
   return memory;
 }
 
