@@ -25,6 +25,14 @@ foreach(ranks IN LISTS zero_mpi_worlds)
     ENVIRONMENT "${zero_mpi_environment}")
 endforeach()
 
+
+# And from several threads at once, where this MPI allows that.
+add_test(NAME mpi_threads_test
+  COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} 2 ${MPIEXEC_PREFLAGS}
+          $<TARGET_FILE:mpi_test> "MPI: conformance" ${MPIEXEC_POSTFLAGS})
+set_tests_properties(mpi_threads_test PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
+  ENVIRONMENT "${zero_mpi_environment};ZERO_TEST_MPI_THREADS=1")
+
 if(NOT ZERO_TEST_COVERED)
   return()
 endif()

@@ -153,6 +153,20 @@ concept Communicator = Ranked<C> && Capable<C> && Element<T> && AllReduce<C, T> 
                        AllGatherV<C, T> && AllToAll<C, T> && AllToAllV<C, T> && Broadcast<C, T> &&
                        Barrier<C> && HostExchange<C> && Abortable<C> && Batching<C>;
 
+/// `duplicate()` is a communicator of the same ranks in the same order, which has the operations of
+/// this one and is apart from it: operations of the two may be under way at once, each started in
+/// an order of its own, and a failure of one is not one of the other.
+///  1. All ranks call it, as an operation that is started and waited for; it throws what these do.
+///  2. Each of the two is used by one thread at a time, which may be another one for each where
+///     `concurrent()` says so: where any thread of this process may call this communicator, or a
+///     duplicate, while other threads call others. `concurrent()` is the same for all duplicates.
+///  3. Either may be destroyed first; ranks destroy several in the same order.
+template <class C>
+concept Duplicable = Ranked<C> && requires(C& comm, const C& constant) {
+  { comm.duplicate() } -> Ranked;
+  { constant.concurrent() } -> std::same_as<bool>;
+};
+
 /// A communicator whose ranks are processes of one host may offer memory that all of them read
 /// where it lies: `shared_memory()` is then where buckets are allocated, which makes its
 /// collectives over them cheaper; null where there is none.
@@ -202,6 +216,7 @@ concept SharedMemoryCommunicator =
 ///     same for every place. It has `all_reduce` for what gradients are summed in.
 ///  2. `world()`: all ranks of all groups, who must agree on what they train.
 ///  3. `abort` aborts all three.
+///  4. Where it is `Duplicable`, a duplicate has duplicates of all three.
 template <class C>
 concept ReplicatedCommunicator = Ranked<C> && requires(C& comm) {
   { comm.replicas() } -> Ranked;

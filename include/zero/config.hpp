@@ -59,6 +59,13 @@
 #define ZERO_HUGE_PAGES 0
 #endif
 
+/// Linux: address space may be had without memory, and memory given back (mmap, madvise).
+#if defined(__linux__)
+#define ZERO_RESERVED_MEMORY 1
+#else
+#define ZERO_RESERVED_MEMORY 0
+#endif
+
 /// Linux: a process may read the memory of another one of the same user (process_vm_readv), and
 /// map what that one made to be shared.
 #if defined(__linux__)

@@ -16,9 +16,11 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "catch.hpp"
+#include "conformance/communicator_suite.hpp"
 #include "ranks.hpp"
 #include "zero/bfloat16.hpp"
 #include "zero/comm/fault_injector.hpp"
@@ -40,6 +42,7 @@ static_assert(zero::ReplicatedCommunicator<Hybrid>);
 static_assert(!zero::SharedMemoryCommunicator<Hybrid>);
 static_assert(!zero::ReplicatedCommunicator<zero::InProcessCommunicator>);
 static_assert(zero::ReplicatedCommunicator<zero::FaultInjector<Hybrid>>);
+static_assert(zero::Duplicable<Hybrid> && zero::Duplicable<zero::FaultInjector<Hybrid>>);
 
 /// How ranks are grouped.
 struct Grid {
@@ -414,6 +417,55 @@ TEST_CASE("groups: places in a grid, cut by size or made by hand", "[groups]") {
     INFO("rank " << r);
     CHECK(seen[static_cast<std::size_t>(r)] ==
           std::vector<Seen>{{r % 3, 3, r / 3, 2, r / 3 * 3}, {r / 2, 3, r % 2, 2, r % 2}});
+  }
+}
+
+/// What a rank's sums over its group, its replicas and the world tell.
+std::vector<int> sums_of_ranks(Hybrid& groups, int rank) {
+  float sums[] = {1, 1, 1};
+  for (float& sum : sums) sum = static_cast<float>(1 << rank);
+  auto a = groups.all_reduce(std::span<float>(&sums[0], 1));
+  auto b = groups.replicas().all_reduce(std::span<float>(&sums[1], 1));
+  auto c = groups.world().all_reduce(std::span<float>(&sums[2], 1));
+  a.wait(), b.wait(), c.wait();
+  return {static_cast<int>(sums[0]), static_cast<int>(sums[1]), static_cast<int>(sums[2])};
+}
+
+TEST_CASE("groups: a duplicate is apart in all its parts", "[groups]") {
+  std::vector<std::vector<int>> original(6), duplicate(6);
+  std::vector<std::array<Failure, 3>> heard(6);
+  ranks::rethrow_any(ranks::run(6, [&](zero::InProcessCommunicator& comm) {
+    const int rank = comm.rank();
+    const auto r = static_cast<std::size_t>(rank);
+    Hybrid groups(comm, 3);
+    Hybrid kept = groups.duplicate();
+    Hybrid first = groups.duplicate();
+    Hybrid moved = std::move(first);
+    for (int round = 0; round < 20; ++round) {
+      zero_test::on_both(groups, kept, [&](Hybrid& each) {
+        (&each == &groups ? original : duplicate)[r] = sums_of_ranks(each, rank);
+      });
+      if (original[r] != duplicate[r]) throw std::runtime_error("round " + std::to_string(round));
+    }
+    if (moved.rank() != groups.rank() || moved.replicas().rank() != groups.replicas().rank() ||
+        moved.world().rank() != rank || moved.world().size() != 6) {
+      throw std::runtime_error("a duplicate's places");
+    }
+    if (rank == 4) moved.abort("of the duplicate");
+    heard[r] = {ranks::attempt([&] { moved.barrier().wait(); }),
+                ranks::attempt([&] { moved.replicas().barrier().wait(); }),
+                ranks::attempt([&] { moved.world().barrier().wait(); })};
+    if (sums_of_ranks(groups, rank) != original[r] || sums_of_ranks(kept, rank) != original[r]) {
+      throw std::runtime_error("after the abort of a duplicate");
+    }
+  }));
+  for (int rank = 0; rank < 6; ++rank) {
+    INFO("rank " << rank);
+    const auto r = static_cast<std::size_t>(rank);
+    CHECK(duplicate[r] == std::vector<int>{7 << rank / 3 * 3, 9 << rank % 3, 63});
+    CHECK_THAT(heard[r][2].text, ContainsSubstring("of the duplicate"));
+    if (rank / 3 == 1) CHECK_THAT(heard[r][0].text, ContainsSubstring("of the duplicate"));
+    if (rank % 3 == 1) CHECK_THAT(heard[r][1].text, ContainsSubstring("of the duplicate"));
   }
 }
 

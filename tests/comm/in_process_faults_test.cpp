@@ -708,6 +708,45 @@ TEST_CASE("fault injector: other sizes, other orders", "[comm]") {
   CHECK(results[0].failure == CommunicatorFailure::aborted);
 }
 
+TEST_CASE("fault injector: duplicates go wrong by the same plan", "[comm]") {
+  using zero::FaultAction;
+  // Operations 0 and 3 are the first's, 1 and 2 make duplicates, 4 and 5 are theirs.
+  const auto rank_main = [](Faulty& comm) {
+    reduce(comm, 5);
+    Faulty a = comm.duplicate();
+    Faulty b = comm.duplicate();
+    reduce(comm, 5);
+    reduce(b, 5);
+    reduce(a, 5);
+    if (comm.started() != 6 || a.started() != 6) throw std::runtime_error("what was counted");
+  };
+  const char* const names[] = {"all_reduce", "duplicate",  "duplicate",
+                               "all_reduce", "all_reduce", "all_reduce"};
+  for (std::uint64_t i = 0; i < 7; ++i) {
+    CAPTURE(i);
+    const auto results = with_faults({{.rank = 1, .operation = i}}, patient, rank_main);
+    CHECK(results[1].threw == (i < 6));
+    CHECK(results[0].threw == (i < 6));
+    if (i == 6) continue;
+    CHECK(results[1].failure == CommunicatorFailure::injected);
+    CHECK(results[1].operation == names[i]);
+    CHECK(results[0].operation == names[i]);
+    CHECK(results[0].says("injected failure"));
+  }
+  // The first operation of the second duplicate, whichever it is of all.
+  auto results = with_faults({{.rank = 1, .operation = 0, .duplicate = 2}}, patient, rank_main);
+  CHECK(results[1].sequence == 4);
+  CHECK(results[0].says("injected failure"));
+  results =
+      with_faults({{.action = FaultAction::resize, .rank = 1, .duplicate = 1}}, patient, rank_main);
+  CHECK(results[0].failure == CommunicatorFailure::mismatch);
+  results =
+      with_faults({{.action = FaultAction::stick, .rank = 1, .operation = 1}}, quick, rank_main);
+  CHECK(results[0].failure == CommunicatorFailure::timeout);
+  CHECK(results[1].failure == CommunicatorFailure::timeout);
+  CHECK(results[1].operation == "duplicate");
+}
+
 TEST_CASE("errors of a part say who its ranks are in the whole", "[comm]") {
   std::vector<std::string> texts(4);
   zero::run_ranks(

@@ -13,12 +13,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <numeric>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -580,6 +582,81 @@ void check_split(Comm& comm) {
   same.barrier().wait();
 }
 
+/// `f(comm)` for each of two communicators at once: on threads of their own where they may be
+/// called so, else one after the other. Throws what one of them threw.
+template <class Comm, class F>
+void on_both(Comm& first, Comm& second, F f) {
+  if (!first.concurrent()) {
+    f(first);
+    f(second);
+    return;
+  }
+  std::exception_ptr failures[2];
+  const auto run = [&](Comm& comm, std::exception_ptr& failure) {
+    try {
+      f(comm);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
+  std::thread other([&] { run(second, failures[1]); });
+  run(first, failures[0]);
+  other.join();
+  for (const std::exception_ptr& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+/// Two duplicates, each with operations that the other knows nothing of.
+template <class Comm>
+void check_duplicates(Comm& comm) {
+  const std::size_t k = world_size(comm), me = own_rank(comm), n = 3001;
+  auto first = comm.duplicate();
+  auto second = comm.duplicate();
+  for (const auto* each : {&first, &second}) {
+    require(each->rank() == comm.rank() && each->size() == comm.size(), "the ranks of a duplicate");
+    require(each->concurrent() == comm.concurrent(), "a duplicate's concurrent()");
+  }
+
+  // Even ranks start with the one, odd ones with the other.
+  std::vector<float> sums[] = {data_of<float>(me, n, 1), data_of<float>(me, n, 2)};
+  std::vector<float> own = data_of<float>(me, n, 3);
+  const auto start = [&](std::size_t which) {
+    return (which == 0 ? first : second).all_reduce(std::span<float>(sums[which]));
+  };
+  auto begun = start(me % 2);
+  auto original = comm.all_reduce(std::span<float>(own));
+  auto begun_last = start(1 - me % 2);
+  auto& of_first = me % 2 == 0 ? begun : begun_last;
+  auto& of_second = me % 2 == 0 ? begun_last : begun;
+  on_both(first, second, [&](Comm& each) {
+    (&each == &first ? of_first : of_second).wait();
+    check_in_flight<float>(each);
+    if (&each == &first) check_all_gather<float>(each);
+    check_reduce_scatter<float>(each);
+  });
+  original.wait();
+  const auto op = zero::ReduceOp::sum;
+  require_same_bits(sums[0], reduced<float>(k, n, 1, op), "all_reduce on a duplicate");
+  require_same_bits(sums[1], reduced<float>(k, n, 2, op), "all_reduce on another duplicate");
+  require_same_bits(own, reduced<float>(k, n, 3, op), "all_reduce beside duplicates");
+
+  // One fails, alone.
+  if (me == k - 1) second.abort("one of two");
+  std::string text;
+  try {
+    second.barrier().wait();
+  } catch (const zero::CommunicatorError& error) {
+    text = error.what();
+  }
+  require(text.find("one of two") != std::string::npos, "an abort of a duplicate: " + text);
+  require(text.find("part") == std::string::npos, "a duplicate is no part: " + text);
+  check_all_reduce<float>(first);
+  auto of_duplicate = first.duplicate();
+  comm.barrier().wait();
+  check_all_reduce<float>(of_duplicate);
+}
+
 /// What needs no second element type; all ranks call it.
 template <class Comm>
 void check_once(Comm& comm) {
@@ -588,6 +665,7 @@ void check_once(Comm& comm) {
   check_nan(comm);
   check_unaligned(comm);
   if constexpr (requires { comm.split(0, 0); }) check_split(comm);
+  if constexpr (zero::Duplicable<Comm>) check_duplicates(comm);
 }
 
 /// Everything for one element type, on one rank; all ranks call it.

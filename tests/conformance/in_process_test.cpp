@@ -51,6 +51,7 @@ TEST_CASE("in-process: conformance with random delays", "[comm]") {
       zero_test::check_communicator<float>(comm);
       Hidden hidden(inner, zero::random_delays(8, std::chrono::microseconds(60)));
       zero_test::check_communicator<double>(hidden);
+      zero_test::check_duplicates(hidden);
     }));
   }
 }

@@ -45,6 +45,11 @@ struct Case {
   zero::Settings settings;
   std::optional<double> max_norm;
   std::vector<Shape> shapes;
+  int backwards = 1;  // of a step: what each of them makes is added up
+  zero::Accumulation accumulation = zero::Accumulation::local;
+
+  /// Names one backward of one step, as what `gradient` and `present` call a step.
+  [[nodiscard]] static int backward(int step, int which) { return step + 1000 * which; }
 
   [[nodiscard]] std::size_t leader(std::size_t i) const {
     return shapes[i].attributes.alias.value_or(i);
@@ -130,6 +135,7 @@ inline Case draw(std::uint32_t seed, std::size_t groups) {
 /// name, step counts.
 struct Result {
   std::map<std::size_t, std::string> values;
+  std::vector<std::map<std::size_t, std::string>> before;  // values by step, before it
   std::map<std::pair<std::size_t, std::string>, std::string> slots;
   std::vector<std::int64_t> steps;
 };
@@ -193,17 +199,40 @@ class SerialLane {
     const int ranks = c.settings.gradients == zero::Gradients::local ? c.world : 1;
     for (auto& [i, tensor] : tensors_) {
       tensor.steps = false;
-      for (int r = 0; r < ranks; ++r) tensor.steps = tensor.steps || c.present(r, step, i);
+      for (int k = 0; k < c.backwards; ++k) {
+        for (int r = 0; r < ranks; ++r) {
+          tensor.steps = tensor.steps || c.present(r, Case::backward(step, k), i);
+        }
+      }
       if (c.shapes[i].attributes.frozen || tensor.values.empty()) tensor.steps = false;
       if (!tensor.steps) continue;
       tensor.gradient.resize(tensor.values.size());
       for (std::size_t e = 0; e < tensor.values.size(); ++e) {
-        const auto of_rank = [&](int r) {
-          return c.present(r, step, i) ? load(c.gradient<T>(r, step, i, e)) : A(0);
+        const auto sum_ranks = [&](auto&& of_rank) {
+          A sum = of_rank(0);
+          for (int r = 1; r < ranks; ++r) sum += of_rank(r);
+          return sum;
         };
-        A sum = of_rank(0);
-        for (int r = 1; r < ranks; ++r) sum += of_rank(r);
-        tensor.gradient[e] = sum;
+        const auto sent = [&](T of_rank) {  // a rank alone sends nothing
+          if (c.world == 1 || c.settings.gradients == zero::Gradients::reduced) {
+            return load(of_rank);
+          }
+          using W = typename S::wire;
+          return zero::element_traits<W>::load(zero::element_traits<W>::store(load(of_rank)));
+        };
+        if (c.accumulation == zero::Accumulation::local) {
+          tensor.gradient[e] = sum_ranks([&](int r) { return sent(local_sum(c, r, step, i, e)); });
+          continue;
+        }
+        A total = 0;
+        for (int k = 0; k < c.backwards; ++k) {
+          const int backward = Case::backward(step, k);
+          const A sum = sum_ranks([&](int r) {
+            return c.present(r, backward, i) ? sent(c.gradient<T>(r, backward, i, e)) : A(0);
+          });
+          total = k == 0 ? sum : total + sum;
+        }
+        tensor.gradient[e] = total;
       }
       squares.add(std::span<const A>(tensor.gradient));
     }
@@ -246,6 +275,18 @@ class SerialLane {
         result.slots[{i, "master"}] = bytes_of(std::span<const typename S::master>(tensor.master));
       }
     }
+  }
+
+  /// What a rank has of its backward passes, added up in the gradient's own type.
+  static T local_sum(const Case& c, int rank, int step, std::size_t i, std::size_t e) {
+    std::optional<T> sum;
+    for (int k = 0; k < c.backwards; ++k) {
+      const int backward = Case::backward(step, k);
+      if (!c.present(rank, backward, i)) continue;
+      const T next = c.gradient<T>(rank, backward, i, e);
+      sum = sum ? zero::element_traits<T>::store(load(*sum) + load(next)) : next;
+    }
+    return sum.value_or(zero::detail::zero_of<T>());
   }
 
  private:
@@ -318,7 +359,12 @@ Result run_serial(const Case& c, const std::vector<Opt>& groups, std::uint64_t s
   const double unclipped = c.settings.gradient_scale.value_or(1.0 / ranks) / loss_scale;
   for (int step = 0; step < c.steps; ++step) {
     zero::detail::SquareSum squares;
-    for_each_lane([&](auto& lane) { lane.sum(c, step, squares); });
+    Result now;
+    for_each_lane([&](auto& lane) {
+      lane.template collect<Opt>(c, now);
+      lane.sum(c, step, squares);
+    });
+    result.before.push_back(std::move(now.values));
     double scale = unclipped;
     if (c.max_norm) {
       const double norm = std::sqrt(squares.value()) * unclipped;
@@ -423,6 +469,8 @@ struct Tensors {
     }
   }
   [[nodiscard]] auto& store() { return tensors; }
+  [[nodiscard]] auto memory(std::size_t i) const { return tensors[i].memory(); }
+  void set_present(std::size_t i, bool present) { tensors[i].set_present(present); }
   void backward(const Case& c, int rank, int step) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (c.shapes[i].attributes.frozen || c.leader(i) != i) continue;
@@ -499,6 +547,118 @@ inline std::size_t index_of(std::string_view name) {
   return std::stoul(std::string(name.substr(1)));
 }
 
+/// `f(i)` for each parameter that has a place in `unit`.
+template <class F>
+void for_each_in_unit(const Case& c, int unit, F&& f) {
+  for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+    const zero::Attributes& attributes = c.shapes[i].attributes;
+    if (attributes.unit == unit && !attributes.frozen && c.leader(i) == i) f(i);
+  }
+}
+
+inline std::vector<int> units_of(const Case& c) {
+  std::vector<int> units;
+  for (const Shape& shape : c.shapes) units.push_back(shape.attributes.unit);
+  std::sort(units.begin(), units.end());
+  units.erase(std::unique(units.begin(), units.end()), units.end());
+  return units;
+}
+
+/// Throws where an acquired unit's values aren't those that the serial run has before the step.
+template <class Model>
+void require_values(const Case& c, Model& model, int unit,
+                    const std::map<std::size_t, std::string>& want) {
+  for_each_in_unit(c, unit, [&](std::size_t i) {
+    zero::detail::visit_span(zero::detail::parameter_at(model.store(), i).values(),
+                             [&]<class T>(std::span<T> values) {
+                               if (bytes_of(std::span<const T>(values)) != want.at(i)) {
+                                 throw std::runtime_error("acquired values of " + name_of(i));
+                               }
+                             });
+  });
+}
+
+/// All of a step's forward and backward passes, by leases and by gradients of the framework's own,
+/// in an order of the rank's own within a unit.
+template <class Optimizer, class Model>
+void staged_backwards(Optimizer& optimizer, Model& model, const Case& c, int rank, int step,
+                      const std::map<std::size_t, std::string>& values) {
+  std::mt19937 random(c.seed + static_cast<std::uint32_t>(100 * step + rank));
+  const std::vector<int> units = units_of(c);
+  std::vector<bool> leases;  // or has memory of its own, which a store of one flat buffer can't lack
+  for (std::size_t i = 0; i < c.shapes.size(); ++i) leases.push_back(random() % 3 != 0);
+  const auto any = [&](std::size_t i) {
+    for (int k = 0; k < c.backwards; ++k) {
+      if (c.present(rank, Case::backward(step, k), i)) return true;
+    }
+    return false;
+  };
+  for (int k = 0; k < c.backwards; ++k) {
+    const int backward = Case::backward(step, k);
+    const bool last = k + 1 == c.backwards;
+    std::optional<decltype(optimizer.accumulate())> scope;
+    if (!last) scope.emplace(optimizer.accumulate(c.accumulation));
+    for (const int unit : units) {
+      optimizer.acquire(unit);
+      require_values(c, model, unit, values);
+      optimizer.release(unit);
+    }
+    std::vector<bool> written(c.shapes.size());
+    for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
+      optimizer.acquire(*unit);
+      require_values(c, model, *unit, values);
+      std::vector<std::size_t> order;
+      for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+        if (c.shapes[i].attributes.unit == *unit && !c.shapes[i].attributes.frozen) {
+          order.push_back(i);
+        }
+      }
+      std::shuffle(order.begin(), order.end(), random);
+      for (const std::size_t i : order) {
+        const std::size_t leader = c.leader(i);
+        const bool here = c.present(rank, backward, leader);
+        const bool counts = last || c.accumulation == zero::Accumulation::sharded;
+        const bool ready =
+            c.accumulation == zero::Accumulation::local && last ? any(leader) : here;
+        zero::detail::visit_span(model.memory(leader), [&]<class T>(std::span<T> memory) {
+          if (written[leader]) return;  // by what is tied to it
+          written[leader] = true;
+          bool adds = false;
+          for (int before = 0; before < k; ++before) {
+            adds = adds || c.present(rank, Case::backward(step, before), leader);
+          }
+          adds = adds && c.accumulation == zero::Accumulation::local;
+          const auto write = [&](std::span<T> to) {
+            for (std::size_t e = 0; e < to.size(); ++e) {
+              const T g = c.gradient<T>(rank, backward, leader, e);
+              to[e] = adds ? zero::element_traits<T>::store(zero::element_traits<T>::load(to[e]) +
+                                                            zero::element_traits<T>::load(g))
+                           : g;
+            }
+          };
+          if (leases[leader]) {
+            model.set_present(leader, false);
+            if (!here) return;
+            auto lease = optimizer.template gradient<T>(i);
+            if (lease.adds() != adds) throw std::runtime_error("adds() of " + name_of(i));
+            write(lease.values());
+          } else {
+            model.set_present(leader, here || adds);
+            if (here) write(memory);
+          }
+        });
+        if (!counts || random() % 4 == 0) continue;  // taken at the end, as it is shown
+        if (ready) {
+          optimizer.mark_ready(i);
+        } else {
+          optimizer.mark_absent(i);
+        }
+      }
+      optimizer.release(*unit);
+    }
+  }
+}
+
 /// What a rank shows. @param covered elements shown of each slot
 template <class Model, class Optimizer>
 void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& result,
@@ -540,7 +700,7 @@ struct CollectivesOnly {
 /// Runs the drawn case and names the first difference from the serial run; "" if there is none.
 template <class Path, class Model, class Partition, class View, class Stage, class Precision,
           class Opt>
-std::string run(Case c, const std::vector<Opt>& groups) {
+std::string run(Case c, const std::vector<Opt>& groups, Stage stage = {}) {
   constexpr bool flat =
       zero::FlatParamStore<std::remove_reference_t<decltype(std::declval<Model&>().store())>>;
   if (flat && c.settings.gradients == zero::Gradients::reduced) c.settings.gradients = {};
@@ -564,13 +724,18 @@ std::string run(Case c, const std::vector<Opt>& groups) {
                                 comm,
                                 Partition{},
                                 view,
-                                Stage{},
+                                stage,
                                 precision,
                                 c.settings};
     optimizer.clip_grad_norm(c.max_norm);
     for (int step = 0; step < c.steps; ++step) {
-      model.backward(c, comm.rank(), step);
-      if (step > 0) mark(optimizer, c, comm.rank(), step);
+      if constexpr (Stage::shards_gradients) {
+        staged_backwards(optimizer, model, c, comm.rank(), step,
+                         want.before[static_cast<std::size_t>(step)]);
+      } else {
+        model.backward(c, comm.rank(), step);
+      }
+      if (!Stage::shards_gradients && step > 0) mark(optimizer, c, comm.rank(), step);
       if (flat && step == 0) {  // a flat buffer can't show absence
         for (std::size_t i = 0; i < c.shapes.size(); ++i) {
           if (!c.shapes[i].attributes.frozen && !c.present(comm.rank(), step, c.leader(i))) {
@@ -593,6 +758,7 @@ std::string run(Case c, const std::vector<Opt>& groups) {
       }
     }
     const auto r = static_cast<std::size_t>(comm.rank());
+    for (const int unit : units_of(c)) optimizer.acquire(unit);
     collect(c, model, optimizer, got[r], covered[r]);
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
       got[r].steps.push_back(c.leader(i) == i ? optimizer.steps(i) : 0);

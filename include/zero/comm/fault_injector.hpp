@@ -3,6 +3,7 @@
 /// A communicator that goes wrong on demand, for testing what is built on communicators.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -35,15 +36,19 @@ enum class FaultAction : std::uint8_t {
   swap,          ///< starts after the rank's next operation, or in `wait` where that comes first
 };
 
-/// One thing to go wrong. `resize` concerns operations with elements whose buffers are disjoint;
-/// a meeting can be neither resized nor held back by a swap.
+/// One thing to go wrong. Operations are counted over a rank's communicator and its duplicates
+/// together, `duplicate()` itself included, so that a plan reaches each of them, whichever it is;
+/// with `duplicate`, over one of them alone, which tells which it is although their threads race.
+/// `resize` concerns operations with elements whose buffers are disjoint;
+/// a meeting and `duplicate()` can be neither resized nor held back by a swap.
 struct Fault {
   FaultAction action = FaultAction::fail;
   int rank = 0;                 ///< -1 for all
   std::uint64_t operation = 0;  ///< how many operations this rank has started before that one
   std::uint64_t every = 0;      ///< if positive, every so many operations from then on
   std::chrono::nanoseconds delay{0};
-  int duplicate = -1;  ///< -1: an operation of the communicator; else of its so many-th duplicate
+  int duplicate = -1;  ///< 0: the operations of the first communicator alone; n: of the rank's n-th
+                       ///< duplicate; -1: of all of them
 };
 
 /// All that goes wrong in a world. Give every rank the same one.
@@ -61,6 +66,13 @@ struct FaultPlan {
 
 namespace detail {
 
+/// What one rank's injector and its duplicates share.
+struct FaultsOfRank {
+  std::atomic<std::uint64_t> started{0};
+  std::atomic<int> duplicates{0};
+  std::atomic<bool> stuck{false};
+};
+
 /// What the copies and requests of one rank's injector share.
 template <class Comm>
 struct FaultState {
@@ -73,28 +85,31 @@ struct FaultState {
     bool swap = false;
   };
 
-  /// @param which of a communicator's duplicates it is; -1 for none
-  FaultState(Comm comm, FaultPlan what, int which)
+  FaultState(Comm comm, FaultPlan what, std::shared_ptr<FaultsOfRank> of_rank, int duplicate)
       : inner(std::move(comm)),
         plan(std::move(what)),
-        duplicate(which),
-        random(plan.seed * 0x9e3779b97f4a7c15U + static_cast<std::uint64_t>(inner.rank())) {}
+        all(std::move(of_rank)),
+        number(duplicate),
+        random(plan.seed * 0x9e3779b97f4a7c15U + static_cast<std::uint64_t>(inner.rank()) +
+               (static_cast<std::uint64_t>(number) << 32U)) {}
 
   Decision next() {
     Decision decision{
-        .index = count++, .delay_start = random_delay(), .delay_finish = random_delay()};
+        .index = all->started++, .delay_start = random_delay(), .delay_finish = random_delay()};
+    const std::uint64_t own_index = count++;
     for (const Fault& fault : plan.faults) {
       if (fault.rank != -1 && fault.rank != inner.rank()) continue;
-      if (fault.duplicate != duplicate) continue;
-      const bool due = fault.every == 0 ? decision.index == fault.operation
-                                        : decision.index >= fault.operation &&
-                                              (decision.index - fault.operation) % fault.every == 0;
+      if (fault.duplicate != -1 && fault.duplicate != number) continue;
+      const std::uint64_t index = fault.duplicate == -1 ? decision.index : own_index;
+      const bool due = fault.every == 0 ? index == fault.operation
+                                        : index >= fault.operation &&
+                                              (index - fault.operation) % fault.every == 0;
       if (!due) continue;
       switch (fault.action) {
         case FaultAction::delay_start: decision.delay_start += fault.delay; break;
         case FaultAction::delay_finish: decision.delay_finish += fault.delay; break;
         case FaultAction::fail: decision.fail = true; break;
-        case FaultAction::stick: stuck = true; break;
+        case FaultAction::stick: all->stuck = true; break;
         case FaultAction::resize: decision.resize = true; break;
         case FaultAction::swap: decision.swap = true; break;
       }
@@ -144,11 +159,10 @@ struct FaultState {
 
   Comm inner;
   FaultPlan plan;
-  int duplicate;
-  int duplicates = 0;
+  std::shared_ptr<FaultsOfRank> all;
+  int number;  // 0, or that of a duplicate
   std::uint64_t random;
   std::uint64_t count = 0;
-  bool stuck = false;
   std::function<void()> held{};
 };
 
@@ -196,7 +210,7 @@ class FaultyRequest {
   }
   [[nodiscard]] bool done() {
     if (over_ || place_ == nullptr) return true;
-    if (!place_->inner && state_->stuck) return false;
+    if (!place_->inner && state_->all->stuck) return false;
     return inner({}).done();
   }
 
@@ -228,7 +242,7 @@ class FaultyRequest {
 
   R& inner(std::chrono::nanoseconds timeout) {
     std::this_thread::sleep_for(std::exchange(delay_, std::chrono::nanoseconds{0}));
-    if (!place_->inner && !place_->failure && !state_->stuck) state_->launch_held();
+    if (!place_->inner && !place_->failure && !state_->all->stuck) state_->launch_held();
     if (place_->failure) std::rethrow_exception(place_->failure);
     if (!place_->inner) {
       over_ = true;
@@ -265,13 +279,15 @@ class FaultInjector {
   [[nodiscard]] static constexpr bool supports(ReduceOp op) { return Comm::supports(op); }
 
   explicit FaultInjector(Comm inner, FaultPlan plan = {})
-      : FaultInjector(std::move(inner), std::move(plan), -1) {}
+      : FaultInjector(std::move(inner), std::move(plan), std::make_shared<detail::FaultsOfRank>(),
+                      0) {}
 
   [[nodiscard]] int rank() const { return state_->inner.rank(); }
   [[nodiscard]] int size() const { return state_->inner.size(); }
   [[nodiscard]] std::chrono::nanoseconds timeout() const { return state_->timeout(); }
-  /// How many operations this rank has started, faulty ones included: the index of the next.
-  [[nodiscard]] std::uint64_t started() const { return state_->count; }
+  /// How many operations this rank has started, faulty ones and those of its duplicates included:
+  /// the index of the next.
+  [[nodiscard]] std::uint64_t started() const { return state_->all->started; }
 
   template <Element T>
   [[nodiscard]] auto all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum) {
@@ -359,6 +375,27 @@ class FaultInjector {
         /*can_be_held=*/false);
   }
 
+  /// A duplicate of the inner one, which goes wrong by the same plan (see `Fault`). An operation
+  /// of this one, as far as the plan is concerned.
+  [[nodiscard]] FaultInjector duplicate()
+    requires Duplicable<Comm>
+  {
+    const auto decision = state_->next();
+    std::this_thread::sleep_for(decision.delay_start);
+    if (decision.fail) state_->fail("duplicate", decision.index);
+    if (state_->all->stuck) state_->block("duplicate", decision.index, timeout());
+    state_->launch_held();
+    FaultInjector copy(state_->inner.duplicate(), state_->plan, state_->all,
+                       ++state_->all->duplicates);
+    std::this_thread::sleep_for(decision.delay_finish);
+    return copy;
+  }
+  [[nodiscard]] bool concurrent() const
+    requires Duplicable<Comm>
+  {
+    return state_->inner.concurrent();
+  }
+
   /// Passed on as they are: faults are of this communicator's own operations.
   [[nodiscard]] auto& replicas() const
     requires ReplicatedCommunicator<Comm>
@@ -397,6 +434,10 @@ class FaultInjector {
   using State = detail::FaultState<Comm>;
   using Counts = std::vector<std::size_t>[2];
 
+  FaultInjector(Comm inner, FaultPlan plan, std::shared_ptr<detail::FaultsOfRank> all, int number)
+      : state_(std::make_shared<State>(std::move(inner), std::move(plan), std::move(all), number)) {
+  }
+
   [[nodiscard]] std::size_t own() const { return static_cast<std::size_t>(rank()); }
   [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(size()); }
 
@@ -422,7 +463,7 @@ class FaultInjector {
 
     using Request = detail::FaultyRequest<Comm, Inner>;
     const auto place = std::make_shared<typename Request::Place>();
-    if (state_->stuck) {
+    if (state_->all->stuck) {
       // Its place stays empty.
     } else if (decision.swap && can_be_held && !state_->held) {
       state_->held = [state = state_.get(), place, launch, decision] {

@@ -35,9 +35,10 @@ namespace zero {
 /// rank order, then those sums over the groups, in the order of groups, and multiplies once, by
 /// default by 1 / all ranks. State, and the gathering of parameters, stay within a group.
 ///
-/// Refers to the world, which must outlive it and the optimizers over it. Meanwhile others may
-/// use the world too, in the same order on all ranks. Ranks that are threads don't step in each
-/// other's memory here (`meet`), as they do without groups: buckets go through the communicators.
+/// Refers to the world, which must outlive it and the optimizers over it; a duplicate has its own.
+/// Meanwhile others may use the world too, in the same order on all ranks. Ranks that are threads
+/// don't step in each other's memory here (`meet`), as they do without groups: buckets go through
+/// the communicators.
 template <class World>
 class HybridCommunicator {
   static_assert(Ranked<World> && Capable<World> && HostExchange<World> && Abortable<World>,
@@ -74,16 +75,16 @@ class HybridCommunicator {
     require_grid();
   }
 
-  /// The same groups apart from these. Collective over the world. Throws what its `duplicate` does.
+  /// Duplicates of all three, which this one keeps. Collective over the world. Throws what the
+  /// world's `duplicate` throws.
   [[nodiscard]] HybridCommunicator duplicate()
     requires Duplicable<World> && Duplicable<part_type>
   {
-    auto world = std::make_shared<World>(world_->duplicate());
-    part_type shards = shards_.duplicate();
-    return HybridCommunicator(std::move(world), std::move(shards), replicas_.duplicate());
+    return HybridCommunicator(std::make_shared<World>(world_->duplicate()), *this);
   }
+  /// As the world's.
   [[nodiscard]] bool concurrent() const
-    requires Duplicable<World> && Duplicable<part_type>
+    requires Duplicable<World>
   {
     return world_->concurrent();
   }
@@ -172,6 +173,12 @@ class HybridCommunicator {
   [[nodiscard]] auto batch() { return shards_.batch(); }
 
  private:
+  HybridCommunicator(std::shared_ptr<World> world, HybridCommunicator& original)
+      : own_world_(std::move(world)),
+        world_(own_world_.get()),
+        shards_(original.shards_.duplicate()),
+        replicas_(original.replicas_.duplicate()) {}
+
   /// The world, once all its ranks have asked for the same groups.
   static World& checked(World& world, int shard_size) {
     const auto asked = detail::exchange_all(world, std::span<const int>(&shard_size, 1));
@@ -223,12 +230,7 @@ class HybridCommunicator {
     }
   }
 
-  HybridCommunicator(std::shared_ptr<World> world, part_type shards, part_type replicas)
-      : world_(world.get()),
-        own_world_(std::move(world)),
-        shards_(std::move(shards)),
-        replicas_(std::move(replicas)) {}
-
+  std::shared_ptr<World> own_world_{};  // a duplicate's
   World* world_;
   std::shared_ptr<World> own_world_{};  ///< of a duplicate
   part_type shards_;
@@ -236,6 +238,7 @@ class HybridCommunicator {
 };
 
 static_assert(Communicator<HybridCommunicator<InProcessCommunicator>, float> &&
-              ReplicatedCommunicator<HybridCommunicator<InProcessCommunicator>>);
+              ReplicatedCommunicator<HybridCommunicator<InProcessCommunicator>> &&
+              Duplicable<HybridCommunicator<InProcessCommunicator>>);
 
 }  // namespace zero

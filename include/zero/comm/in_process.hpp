@@ -289,10 +289,12 @@ class InProcessCommunicator {
   /// `CommunicatorError`. A failure of the part is not one of the whole, nor the reverse.
   [[nodiscard]] InProcessCommunicator split(int color, int key);
 
-  /// The same ranks apart from these. All ranks call it. Throws `CommunicatorError`.
-  [[nodiscard]] InProcessCommunicator duplicate() { return split(0, rank()); }
-  /// Duplicates may be used from several threads at once.
-  [[nodiscard]] static constexpr bool concurrent() noexcept { return true; }
+  /// The same ranks, apart from this world: operations of the two may be under way at once, from
+  /// different threads, and a failure of one is not one of the other. All ranks call it. Throws
+  /// `CommunicatorError`.
+  [[nodiscard]] InProcessCommunicator duplicate();
+  /// Any thread may call any communicator, one at a time each.
+  [[nodiscard]] bool concurrent() const noexcept { return true; }
 
   /// There is nothing to launch together.
   struct Batch {
@@ -312,6 +314,23 @@ class InProcessCommunicator {
   [[nodiscard]] std::size_t world_size() const noexcept { return endpoint_->state->size(); }
   InProcessRequest start(const detail::InProcessOperation& operation) {
     return InProcessRequest(endpoint_, operation);
+  }
+
+  /// Rank `place` of a world that the rank `maker` makes by `make()`. All ranks call it, but they
+  /// may name several makers.
+  template <class Make>
+  InProcessCommunicator join_new(const char* operation, std::size_t maker, std::size_t place,
+                                 Make make) {
+    std::shared_ptr<detail::InProcessState> world;
+    if (maker == own()) world = make();
+    InProcessMeeting meeting = meet(operation, &world);
+    const void* const made = meeting.peers()[maker];
+    if (maker != own()) {
+      world = *static_cast<const std::shared_ptr<detail::InProcessState>*>(made);
+    }
+    meeting.wait();
+    return InProcessCommunicator(
+        std::make_shared<detail::InProcessEndpoint>(std::move(world), place));
   }
 
   std::shared_ptr<detail::InProcessEndpoint> endpoint_;
@@ -336,21 +355,20 @@ inline InProcessCommunicator InProcessCommunicator::split(int color, int key) {
                    [&](std::size_t a, std::size_t b) { return all[a].key < all[b].key; });
 
   // The first member makes the world, and the others take it from the first one's memory.
-  std::shared_ptr<detail::InProcessState> world;
-  if (members[0] == own()) {
-    world = std::make_shared<detail::InProcessState>(members.size(), endpoint_->state->timeout(),
-                                                     endpoint_->state->spin(),
-                                                     detail::part_note(members));
-  }
-  InProcessMeeting meeting = meet("split", &world);
-  const void* const first = meeting.peers()[members[0]];
-  if (members[0] != own()) {
-    world = *static_cast<const std::shared_ptr<detail::InProcessState>*>(first);
-  }
-  meeting.wait();
   const auto place = std::find(members.begin(), members.end(), own()) - members.begin();
-  return InProcessCommunicator(std::make_shared<detail::InProcessEndpoint>(
-      std::move(world), static_cast<std::size_t>(place)));
+  return join_new("split", members[0], static_cast<std::size_t>(place), [&] {
+    return std::make_shared<detail::InProcessState>(members.size(), endpoint_->state->timeout(),
+                                                    endpoint_->state->spin(),
+                                                    detail::part_note(members));
+  });
+}
+
+inline InProcessCommunicator InProcessCommunicator::duplicate() {
+  return join_new("duplicate", 0, own(), [&] {
+    const detail::InProcessState& state = *endpoint_->state;
+    return std::make_shared<detail::InProcessState>(state.size(), state.timeout(), state.spin(),
+                                                    state.part());
+  });
 }
 
 /// `size` ranks in this process. Copies are the same world, which lives as long as its ranks do.
@@ -441,5 +459,6 @@ void run_ranks(int size, F&& rank_main, InProcessOptions options = {}) {
 static_assert(Communicator<InProcessCommunicator, float>);
 static_assert(Communicator<InProcessCommunicator, double>);
 static_assert(SharedMemoryCommunicator<InProcessCommunicator>);
+static_assert(Duplicable<InProcessCommunicator>);
 
 }  // namespace zero

@@ -211,6 +211,12 @@ class MpiCommunicatorRef {
   /// the peers are told by this rank's next call; a rank that waits makes one at once.
   void abort(std::string_view reason) const noexcept { state_->abort(reason); }
 
+  /// Whether another thread may call this communicator, or a duplicate, while this one calls MPI:
+  /// with MPI_THREAD_MULTIPLE. The same from MPI_Init_thread to MPI_Finalize.
+  [[nodiscard]] bool concurrent() const noexcept {
+    return detail::mpi_is_up() && detail::mpi_thread_level() == MPI_THREAD_MULTIPLE;
+  }
+
   /// There is nothing to launch together.
   struct Batch {
     Batch() noexcept {}
@@ -260,7 +266,7 @@ class MpiCommunicator : public MpiCommunicatorRef {
   /// (MPI_ERRORS_RETURN). Throws `UsageError` where MPI may not be called, and `CommunicatorError`
   /// where a rank doesn't come within the timeout or the ranks' options differ.
   explicit MpiCommunicator(MPI_Comm comm, const MpiOptions& options = {})
-      : MpiCommunicatorRef(duplicate(comm, options), options) {
+      : MpiCommunicatorRef(members_of_duplicate(comm, options), options) {
     agree_on_reduction();
     state()->meet_peers();
   }
@@ -286,19 +292,34 @@ class MpiCommunicator : public MpiCommunicatorRef {
       throw UsageError("rank " + std::to_string(rank()) + ": split: color is " +
                        std::to_string(color) + "; it must not be negative. Nothing was started.");
     }
+    return part("split", color, key);
+  }
+
+  /// The same ranks, apart from this communicator: operations of the two may be under way at once,
+  /// with MPI_THREAD_MULTIPLE from two threads, and a failure of one is not one of the other. A
+  /// part of all ranks, with what `split` says of parts: collective, one at a time, in rank order.
+  [[nodiscard]] MpiCommunicator duplicate() { return part("duplicate", 0, rank()); }
+
+ private:
+  MpiCommunicator(detail::MpiMembers part, const MpiOptions& options)
+      : MpiCommunicatorRef(std::move(part), options) {
+    state()->meet_peers();
+  }
+
+  /// `name`: of the operation, for messages.
+  MpiCommunicator part(const char* name, int color, int key) {
     struct Wish {
       int color, key, tag;
     };
     const detail::MpiMembers& whole = state()->members();
-    const std::vector<Wish> all =
-        exchange_all("split", Wish{color, key, whole.context->unused_tag()});
+    const std::vector<Wish> all = exchange_all(name, Wish{color, key, whole.context->unused_tag()});
     // Each rank's tags only rise, so that no two have ever met under this one.
     int tag = 0;
     for (const Wish& wish : all) tag = std::max(tag, wish.tag);
     if (tag > detail::MpiContext::last_tag() - 3) {
-      throw UsageError("rank " + std::to_string(rank()) +
-                       ": split: this communicator and its parts have used all of MPI's tags; "
-                       "split less often, or make a new MpiCommunicator.");
+      throw UsageError("rank " + std::to_string(rank()) + ": " + name +
+                       ": this communicator and its parts have used all of MPI's tags; split and "
+                       "duplicate less often, or make a new MpiCommunicator.");
     }
     whole.context->use_up_to(tag + 2);
 
@@ -308,30 +329,18 @@ class MpiCommunicator : public MpiCommunicatorRef {
     }
     std::stable_sort(ranks.begin(), ranks.end(),
                      [&](std::size_t a, std::size_t b) { return all[a].key < all[b].key; });
-    detail::MpiMembers part{.context = whole.context, .tag = tag};
+    detail::MpiMembers members{.context = whole.context, .tag = tag};
     for (const std::size_t r : ranks) {
-      if (r == whole.rank) part.rank = part.mpi_ranks.size();
-      part.mpi_ranks.push_back(whole.mpi_ranks[r]);
+      if (r == whole.rank) members.rank = members.mpi_ranks.size();
+      members.mpi_ranks.push_back(whole.mpi_ranks[r]);
     }
+    members.are_all = whole.are_all && members.mpi_ranks == whole.mpi_ranks;
     MpiOptions options = state()->options();
     options.reduction = MpiReduction::rank_order;
-    return MpiCommunicator(std::move(part), options);
+    return MpiCommunicator(std::move(members), options);
   }
 
-  /// The same ranks apart from these, as `split` makes them.
-  [[nodiscard]] MpiCommunicator duplicate() { return split(0, rank()); }
-  /// Whether MPI was initialised for calls from several threads at once (MPI_THREAD_MULTIPLE).
-  [[nodiscard]] bool concurrent() const noexcept {
-    return detail::mpi_thread_level() == MPI_THREAD_MULTIPLE;
-  }
-
- private:
-  MpiCommunicator(detail::MpiMembers part, const MpiOptions& options)
-      : MpiCommunicatorRef(std::move(part), options) {
-    state()->meet_peers();
-  }
-
-  static detail::MpiMembers duplicate(MPI_Comm comm, const MpiOptions& options) {
+  static detail::MpiMembers members_of_duplicate(MPI_Comm comm, const MpiOptions& options) {
     detail::require_comm(comm, "MpiCommunicator");
     (void)detail::mpi_chunk_bytes(options, detail::size_of(comm));  // before peers are involved
     return detail::MpiMembers::all(detail::mpi_duplicate(comm, options), true);
@@ -360,6 +369,7 @@ class MpiCommunicator : public MpiCommunicatorRef {
 };
 
 static_assert(Communicator<MpiCommunicatorRef, float> && Communicator<MpiCommunicatorRef, double>);
-static_assert(Communicator<MpiCommunicator, float> && Communicator<MpiCommunicator, double>);
+static_assert(Communicator<MpiCommunicator, float> && Communicator<MpiCommunicator, double> &&
+              Duplicable<MpiCommunicator>);
 
 }  // namespace zero

@@ -425,7 +425,7 @@ class BucketTraffic {
   std::vector<std::size_t> sum_begin_;
   HostArray<A> addend_{};  ///< what is summed to be added; empty until somebody adds
   std::vector<Flight> ring_;
-  std::vector<const T*> sources_{};
+  std::vector<const W*> sources_{};
   std::size_t oldest_ = 0;
   std::size_t in_flight_ = 0;
   std::size_t reduces_landed_ = 0;

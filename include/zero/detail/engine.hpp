@@ -162,7 +162,9 @@ class Engine {
               "accumulate: in a join ranks may differ in their backward passes, which sharded "
               "accumulation reduces one by one; use Accumulation::local");
         }
-        if (marks_.any_written()) {
+        if (state_.alone() || state_.settings.gradients == Gradients::reduced) {
+          mode = Accumulation::local;  // nothing is reduced
+        } else if (marks_.any_written()) {
           throw UsageError(
               "accumulate: gradients were leased in this step outside of a scope of sharded "
               "accumulation; begin it before the backward");
@@ -396,6 +398,7 @@ class Engine {
     auto&& parameter = detail::parameter_at(state_.store(), leader);
     if constexpr (View::gradients == Residency::arena) {
       way_.open(leader, verb, false);
+      way_.borrow();
     } else if constexpr (requires { parameter.release_gradient(); }) {
       way_.open(leader, verb, true);
       detail::visit_span(parameter.gradient(), [&]<class T>(std::span<T> from) {
@@ -404,6 +407,8 @@ class Engine {
       });
       note_pooled(leader);
       parameter.release_gradient();
+    } else {
+      way_.borrow();
     }
   }
 

@@ -87,6 +87,8 @@ class InProcessState {
   }
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  /// As given, for a world of the same ranks.
+  [[nodiscard]] const std::string& part() const noexcept { return part_; }
   [[nodiscard]] nanoseconds timeout() const noexcept { return timeout_; }
   [[nodiscard]] nanoseconds spin() const noexcept { return spin_; }
 

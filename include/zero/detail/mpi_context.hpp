@@ -123,6 +123,7 @@ struct MpiMembers {
   std::size_t rank = 0;             ///< this process's
   std::vector<int> mpi_ranks{};     ///< by rank: the rank in the context's `MPI_Comm`
   int tag = MpiContext::first_tag;  ///< of messages; notices have the next
+  bool are_all = true;              ///< of the context's ranks, in their order
 
   /// All ranks of `comm`, in their order.
   static MpiMembers all(MPI_Comm comm, bool owned) {

@@ -289,7 +289,7 @@ class MpiState {
         "rank " + std::to_string(rank_) + ": " + describe(operation) + ", sequence " +
             std::to_string(sequence) + ", failed (" + std::string(to_string(failure_)) +
             "): " + (cause_.empty() ? "rank " + std::to_string(origin_) + " failed" : cause_) +
-            (members_.is_part() ? part_note(members_.mpi_ranks) : "") +
+            (members_.are_all ? "" : part_note(members_.mpi_ranks)) +
             ". This communicator can't be used any more; where all ranks live, make a new one, "
             "else leave the process without MPI_Finalize and start again.");
   }

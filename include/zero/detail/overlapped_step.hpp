@@ -76,6 +76,7 @@ class OverlappedStep {
     if (!std::exchange(round_is_over_, false)) return;
     if (reduces()) reducing_.wait_for_all();
     order_.begin_round();
+    borrows_ = false;
     std::fill(opened_.begin(), opened_.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -122,7 +123,11 @@ class OverlappedStep {
     while (order_.any_left()) reduce_next();
     ++rounds_;
     round_is_over_ = true;
+    if (borrows_) reducing_.wait_for_all();
   }
+
+  /// A gradient of this round lies where the next backward may write without asking.
+  void borrow() noexcept { borrows_ = true; }
 
   /// Whether sums of earlier backward passes are there.
   [[nodiscard]] bool accumulates() const { return rounds_ > 0; }
@@ -572,6 +577,7 @@ class OverlappedStep {
   bool learned_ = false;
   std::size_t rounds_ = 0;      ///< that have been reduced for the step to come
   bool round_is_over_ = true;   ///< and none has begun since
+  bool borrows_ = false;        ///< whether some of its gradients are not leased
   std::vector<std::uint8_t> opened_{};  ///< by leader: whether its gradient is counted as pooled
   std::size_t pool_limit_ = 0;
   std::atomic<std::size_t> pooled_{0};

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// Memory whose pages come when they are touched, and go when they are released.
+/// An array of address space, in which memory comes by writing and goes by being released.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory_resource>
 #include <new>
 #include <span>
 #include <utility>
@@ -22,96 +23,151 @@
 
 namespace zero::detail {
 
-/// Address space for `count` elements, which read as zeros until they are written. Where the
-/// system can't give pages back one by one it is all there, always.
-template <Element T>
-class ReservedArray {
+/// Zero-filled bytes whose memory the system gives where they are written, and takes back where
+/// they are released.
+class ReservedMemory {
  public:
-  /// Whether `release` gives memory back.
-  static constexpr bool releases = ZERO_RESERVED_MEMORY != 0;
-
-  ReservedArray() = default;
-  /// Throws `std::bad_alloc` where there is not as much address space.
-  explicit ReservedArray(std::size_t count) : count_(count) {
-    if (count == 0) return;
 #if ZERO_RESERVED_MEMORY
-    if (count > (std::numeric_limits<std::size_t>::max() - huge_page) / sizeof(T)) {
-      throw std::bad_alloc();
-    }
-    // Huge pages need an aligned beginning; address space costs nothing.
-    reserved_bytes_ = count * sizeof(T) + huge_page;
-    reserved_ = ::mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | no_reserve, -1, 0);
-    if (reserved_ == MAP_FAILED) {
-      reserved_ = nullptr;
-      throw std::bad_alloc();
-    }
-    const auto begin = reinterpret_cast<std::uintptr_t>(reserved_);
-    data_ = reinterpret_cast<T*>((begin + huge_page - 1) / huge_page * huge_page);
+  static constexpr bool releases = true;
+
+  ReservedMemory() = default;
+  /// Throws `std::bad_alloc`.
+  explicit ReservedMemory(std::size_t bytes) {
+    if (bytes == 0) return;
+    const std::size_t page = page_size();
+    const std::size_t whole = round_up(bytes, page);
+    const bool large = whole >= 2 * huge_page;
+    // A mapping starts on a page; one on a huge page is cut out of a longer one.
+    const std::size_t length = whole + (large ? huge_page : 0);
+    void* const mapped = ::mmap(nullptr, length, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    const auto address = reinterpret_cast<std::uintptr_t>(mapped);
+    const std::size_t before = large ? round_up(address, huge_page) - address : 0;
+    const std::size_t after = length - before - whole;
+    memory_ = static_cast<std::byte*>(mapped) + before;
+    bytes_ = whole;
+    if (before > 0) (void)::munmap(mapped, before);
+    if (after > 0) (void)::munmap(memory_ + whole, after);
 #if ZERO_HUGE_PAGES
-    if (count * sizeof(T) >= 2 * huge_page) {
-      (void)::madvise(data_, count * sizeof(T) / huge_page * huge_page, MADV_HUGEPAGE);
+    // Advice: a refusal changes speed, not meaning.
+    if (large) (void)::madvise(memory_, whole & ~(huge_page - 1), MADV_HUGEPAGE);
+#endif
+  }
+
+  void release(std::size_t begin, std::size_t end) noexcept {
+    const std::size_t page = page_size();
+    begin = round_up(begin, page);
+    end = end / page * page;
+    if (begin >= end) return;
+    // Memory that may not go (it is locked) reads as zeros all the same.
+    if (::madvise(memory_ + begin, end - begin, MADV_DONTNEED) != 0) {
+      std::memset(memory_ + begin, 0, end - begin);
     }
-#endif
-#else
-    array_ = HostArray<T>(count);
-    data_ = array_.data();
-#endif
-  }
-  ReservedArray(ReservedArray&& other) noexcept { swap(other); }
-  ReservedArray& operator=(ReservedArray&& other) noexcept {
-    ReservedArray(std::move(other)).swap(*this);
-    return *this;
-  }
-  ~ReservedArray() {
-#if ZERO_RESERVED_MEMORY
-    if (reserved_ != nullptr) (void)::munmap(reserved_, reserved_bytes_);
-#endif
-  }
-
-  [[nodiscard]] T* data() noexcept { return data_; }
-  [[nodiscard]] const T* data() const noexcept { return data_; }
-  [[nodiscard]] std::size_t size() const noexcept { return count_; }
-  [[nodiscard]] std::span<T> span() noexcept { return {data_, count_}; }
-
-  /// Gives back the pages that lie wholly in elements [begin, end), which read as zeros again. What
-  /// lies on a page at either end stays as it is.
-  void release([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t end) noexcept {
-#if ZERO_RESERVED_MEMORY
-    static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-    const std::uintptr_t from =
-        (reinterpret_cast<std::uintptr_t>(data_ + begin) + page - 1) / page * page;
-    const std::uintptr_t to = reinterpret_cast<std::uintptr_t>(data_ + end) / page * page;
-    if (from < to) (void)::madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
-#endif
   }
 
  private:
-  void swap(ReservedArray& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(count_, other.count_);
-#if ZERO_RESERVED_MEMORY
-    std::swap(reserved_, other.reserved_);
-    std::swap(reserved_bytes_, other.reserved_bytes_);
+  static constexpr std::size_t huge_page = std::size_t{2} << 20U;
+
+  static std::size_t page_size() noexcept {
+    static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    return bytes;
+  }
+  static constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) noexcept {
+    return (bytes + unit - 1) / unit * unit;
+  }
+  void free() noexcept {
+    if (memory_ != nullptr) (void)::munmap(memory_, bytes_);
+  }
 #else
-    std::swap(array_, other.array_);
-#endif
+  static constexpr bool releases = false;
+
+  ReservedMemory() = default;
+  explicit ReservedMemory(std::size_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+    memory_ = static_cast<std::byte*>(huge_page_resource()->allocate(bytes, array_alignment));
+    std::memset(memory_, 0, bytes);
   }
 
-  T* data_ = nullptr;
+  void release(std::size_t, std::size_t) noexcept {}
+
+ private:
+  void free() noexcept {
+    if (memory_ != nullptr) huge_page_resource()->deallocate(memory_, bytes_, array_alignment);
+  }
+#endif
+
+ public:
+  ReservedMemory(ReservedMemory&& other) noexcept
+      : memory_(std::exchange(other.memory_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  ReservedMemory& operator=(ReservedMemory&& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~ReservedMemory() { free(); }
+
+  [[nodiscard]] std::byte* data() const noexcept { return memory_; }
+
+ private:
+  std::byte* memory_ = nullptr;
+  std::size_t bytes_ = 0;  // whole pages
+};
+
+/// A fixed run of host elements with stable addresses, which read as zeros until they are written.
+/// Memory is had where elements were written and not released since, by whole pages.
+///
+/// These are huge ones (2 MiB) in large arrays. One that is released in part counts no longer as
+/// resident, but Linux takes back what is free of it only when memory is short, or fills it again
+/// (measured: 256 KiB kept of each 1 MiB cost what 1 MiB does). So release neighbours too, and copy
+/// what is to stay elsewhere.
+template <Element T>
+class ReservedArray {
+ public:
+  using value_type = T;
+
+  /// Whether this system can give memory back. Elsewhere all of it is there from the start, and
+  /// `release` does nothing.
+  static constexpr bool releases = ReservedMemory::releases;
+
+  ReservedArray() = default;
+  /// Address space for `count` elements. Throws `std::bad_alloc` where there is none.
+  explicit ReservedArray(std::size_t count) : memory_(bytes_of(count)), count_(count) {}
+  ReservedArray(ReservedArray&& other) noexcept
+      : memory_(std::move(other.memory_)), count_(std::exchange(other.count_, 0)) {}
+  ReservedArray& operator=(ReservedArray&& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(count_, other.count_);
+    return *this;
+  }
+  ~ReservedArray() = default;
+
+  /// Gives back the memory of the pages that lie in elements `begin`, …, `end` - 1 altogether,
+  /// which read as zeros then; what shares a page with other elements stays as it is. From any
+  /// thread, as long as nobody uses these elements meanwhile.
+  void release(std::size_t begin, std::size_t end) noexcept {
+    memory_.release(begin * sizeof(T), end * sizeof(T));
+  }
+
+  [[nodiscard]] T* data() noexcept { return reinterpret_cast<T*>(memory_.data()); }
+  [[nodiscard]] const T* data() const noexcept {
+    return reinterpret_cast<const T*>(memory_.data());
+  }
+  [[nodiscard]] std::size_t size() const noexcept { return count_; }
+  /// Of the elements, whether memory is there or not.
+  [[nodiscard]] std::size_t bytes() const noexcept { return count_ * sizeof(T); }
+  [[nodiscard]] std::span<T> span() noexcept { return {data(), count_}; }
+  [[nodiscard]] std::span<const T> span() const noexcept { return {data(), count_}; }
+
+ private:
+  static std::size_t bytes_of(std::size_t count) {
+    // Half of what an address can say, so that rounding up is no concern.
+    if (count > std::numeric_limits<std::size_t>::max() / 2 / sizeof(T)) throw std::bad_alloc();
+    return count * sizeof(T);
+  }
+
+  ReservedMemory memory_{};
   std::size_t count_ = 0;
-#if ZERO_RESERVED_MEMORY
-  static constexpr std::size_t huge_page = std::size_t{2} << 20;
-#ifdef MAP_NORESERVE
-  static constexpr int no_reserve = MAP_NORESERVE;
-#else
-  static constexpr int no_reserve = 0;
-#endif
-  void* reserved_ = nullptr;
-  std::size_t reserved_bytes_ = 0;
-#else
-  HostArray<T> array_{};
-#endif
 };
 
 }  // namespace zero::detail
