@@ -31,12 +31,13 @@ std::string formatted(const char* format, ...) {
   return line;
 }
 
-constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 6> memory_parts{
+constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 7> memory_parts{
     {{"parameters", &RankMemory::parameters},
      {"gradients", &RankMemory::gradients},
      {"state", &RankMemory::state},
      {"buckets", &RankMemory::buckets},
      {"pool", &RankMemory::pool},
+     {"gathered", &RankMemory::gathered},
      {"activations", &RankMemory::activations}}};
 
 constexpr std::array<std::pair<const char*, double StepTime::*>, 9> time_parts{
@@ -113,20 +114,22 @@ std::string process_table(const RunReport& run) {
 std::string memory_table(const RunReport& run) {
   std::string text = run.mode + ", bytes per rank\n";
   text +=
-      "  rank  parameters    gradients  optimizer state     buckets        pool  activations"
-      "          sum\n";
+      "  rank  parameters    gradients  optimizer state     buckets        pool    gathered"
+      "  activations          sum\n";
   for (std::size_t r = 0; r < run.memory.size(); ++r) {
     const RankMemory& m = run.memory[r];
-    text += formatted("  %4zu %11zu  %11zu      %11zu %11zu %11zu  %11zu  %11zu\n", r, m.parameters,
-                      m.gradients, m.state, m.buckets, m.pool, m.activations, m.total());
+    text += formatted("  %4zu %11zu  %11zu      %11zu %11zu %11zu %11zu  %11zu  %11zu\n", r,
+                      m.parameters, m.gradients, m.state, m.buckets, m.pool, m.gathered,
+                      m.activations, m.total());
   }
   const bool share_memory = run.processes.size() == 1;
   text += formatted(
       "  buckets: what views and traffic add: padding, and sums that ranks keep for each other%s\n",
       share_memory ? "" : ", and\n  buckets on their way");
   if (run.stage > 1) {
-    text += formatted("  pool: the most that came and went: gradients before they are reduced%s\n",
-                      run.stage > 2 ? ", units that are gathered" : "");
+    text +=
+        formatted("  the most that came and went: pool: of gradients before they are reduced%s\n",
+                  run.stage > 2 ? "; gathered: of units" : "");
   }
   return text + (share_memory ? process_line(run) : process_table(run));
 }
@@ -169,7 +172,8 @@ std::string comparison(const std::vector<RunReport>& runs) {
   const RankMemory& first = fullest(runs.front());
   std::string text =
       "side by side, MB of the fullest rank; estimated: before the run; peak: of the process\n"
-      "              parameters  gradients  optimizer state    buckets       pool  all but "
+      "              parameters  gradients  optimizer state    buckets       pool   gathered  all "
+      "but "
       "activations  ratio  estimated       peak\n";
   for (const RunReport& run : runs) {
     const RankMemory& m = fullest(run);
@@ -177,10 +181,11 @@ std::string comparison(const std::vector<RunReport>& runs) {
     for (const RankMemory& rank : run.estimated) {
       estimated = std::max(estimated, rank.model_state());
     }
-    text += formatted("  %-10s  %10.1f %10.1f       %10.1f %10.1f %10.1f           %10.1f  %.3f",
-                      run.mode.c_str(), megabytes(m.parameters), megabytes(m.gradients),
-                      megabytes(m.state), megabytes(m.buckets), megabytes(m.pool),
-                      megabytes(m.model_state()), ratio(m.model_state(), first.model_state()));
+    text += formatted(
+        "  %-10s  %10.1f %10.1f       %10.1f %10.1f %10.1f %10.1f           %10.1f  %.3f",
+        run.mode.c_str(), megabytes(m.parameters), megabytes(m.gradients), megabytes(m.state),
+        megabytes(m.buckets), megabytes(m.pool), megabytes(m.gathered), megabytes(m.model_state()),
+        ratio(m.model_state(), first.model_state()));
     text += formatted(" %10.1f %10s\n", megabytes(estimated), peak_text(run).c_str());
   }
   text +=

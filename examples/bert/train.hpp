@@ -105,7 +105,8 @@ RankMemory memory_of(std::size_t value_bytes, const zero::MemoryReport& report,
   };
   RankMemory memory;
   memory.state = report.state + report.master;
-  memory.pool = report.pooled_peak + report.gathered_peak;
+  memory.pool = report.pooled_peak;
+  memory.gathered = report.gathered_peak;
   memory.activations = activations;
   std::size_t others = memory.state + report.pooled + report.gathered;
   if constexpr (Stage::shards_values) {

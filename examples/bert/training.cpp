@@ -138,7 +138,8 @@ void require_memory(const Options& options, const Combination& combination,
         "--seq, or fewer --ranks",
         mode_of(options, stage).c_str(), options.model.name.c_str(), options.ranks, gb(needed),
         where.c_str(), gb(static_cast<std::size_t>(*available)), gb(rank.parameters), gradients,
-        gb(rank.state), gb(rank.buckets + rank.pool), gb(std::max(rank.activations, rank.moved)),
+        gb(rank.state), gb(rank.buckets + rank.pool + rank.gathered),
+        gb(std::max(rank.activations, rank.moved)),
         rank.activations > rank.moved ? "of activations" : "while parameters move into buckets",
         instead.c_str());
     throw InputError(text);

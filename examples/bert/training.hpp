@@ -26,10 +26,10 @@ namespace bert {
 struct RankMemory {
   std::size_t parameters = 0;
   std::size_t gradients = 0;
-  std::size_t state = 0;    ///< slots and master copies
-  std::size_t buckets = 0;  ///< what views and traffic add: padding, sums, buckets on their way
-  /// What comes and goes, at its peak: gradients that are not reduced yet, and gathered units.
-  std::size_t pool = 0;
+  std::size_t state = 0;     ///< slots and master copies
+  std::size_t buckets = 0;   ///< what views and traffic add: padding, sums, buckets on their way
+  std::size_t pool = 0;      ///< of gradients that are not reduced yet, at its peak
+  std::size_t gathered = 0;  ///< units that are used or soon will be, at their peak
   std::size_t activations = 0;
   /// Of parameters and gradients, what is there twice while an optimizer is made and moves it.
   std::size_t moved = 0;
@@ -37,7 +37,7 @@ struct RankMemory {
   /// What is there before the first step.
   [[nodiscard]] std::size_t built() const { return parameters + gradients + state + buckets; }
   /// What training needs whatever the batch.
-  [[nodiscard]] std::size_t model_state() const { return built() + pool; }
+  [[nodiscard]] std::size_t model_state() const { return built() + pool + gathered; }
   [[nodiscard]] std::size_t total() const { return model_state() + activations; }
 };
 
