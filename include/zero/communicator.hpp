@@ -175,18 +175,6 @@ concept SharedMemoryProvider = requires(const C& comm) {
   { comm.shared_memory() } -> std::same_as<std::shared_ptr<std::pmr::memory_resource>>;
 };
 
-/// A communicator that can be had twice, for traffic beside other traffic:
-///  1. `duplicate()`, collective: the same ranks in the same order, apart from this one. Operations
-///     of the two may be under way at once, from different threads, and are not matched with one
-///     another. The failure of one is none of the other.
-///  2. `concurrent()`: whether the two may in fact be used by several threads at once, which what
-///     carries the messages may forbid.
-template <class C>
-concept Duplicable = Ranked<C> && requires(C& comm, const C& fixed) {
-  { comm.duplicate() } -> Ranked;
-  { fixed.concurrent() } -> std::same_as<bool>;
-};
-
 /// One meeting of all ranks in one address space:
 ///  - `peers()` waits until all ranks have come and returns what each of them published, in rank
 ///    order; the pointers stay valid until the meeting's `wait` has returned on this rank

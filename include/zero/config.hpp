@@ -80,11 +80,3 @@
 #else
 #define ZERO_POSIX_SIGNALS 0
 #endif
-
-/// Linux: address space may be reserved without memory behind it, and pages given back at once
-/// (elsewhere `MADV_DONTNEED` is only advice, after which pages needn't read as zeros).
-#if defined(__linux__)
-#define ZERO_RESERVED_MEMORY 1
-#else
-#define ZERO_RESERVED_MEMORY 0
-#endif

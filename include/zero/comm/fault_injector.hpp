@@ -408,29 +408,10 @@ class FaultInjector {
     return state_->inner.world();
   }
 
-  /// The same ranks apart from these, with the faults that the plan has for this duplicate.
-  [[nodiscard]] auto duplicate()
-    requires Duplicable<Comm>
-  {
-    using Inner = decltype(state_->inner.duplicate());
-    return FaultInjector<Inner, shares_memory && SharedMemoryCommunicator<Inner>>(
-        state_->inner.duplicate(), state_->plan, state_->duplicates++);
-  }
-  [[nodiscard]] bool concurrent() const
-    requires Duplicable<Comm>
-  {
-    return state_->inner.concurrent();
-  }
-
   void abort(std::string_view reason) const { state_->inner.abort(std::string(reason)); }
   [[nodiscard]] auto batch() { return state_->inner.batch(); }
 
  private:
-  template <class Other, bool other_shares>
-  friend class FaultInjector;
-  FaultInjector(Comm inner, FaultPlan plan, int duplicate)
-      : state_(std::make_shared<State>(std::move(inner), std::move(plan), duplicate)) {}
-
   using State = detail::FaultState<Comm>;
   using Counts = std::vector<std::size_t>[2];
 

@@ -232,7 +232,6 @@ class HybridCommunicator {
 
   std::shared_ptr<World> own_world_{};  // a duplicate's
   World* world_;
-  std::shared_ptr<World> own_world_{};  ///< of a duplicate
   part_type shards_;
   part_type replicas_;
 };

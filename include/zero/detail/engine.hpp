@@ -162,9 +162,12 @@ class Engine {
               "accumulate: in a join ranks may differ in their backward passes, which sharded "
               "accumulation reduces one by one; use Accumulation::local");
         }
-        if (state_.alone() || state_.settings.gradients == Gradients::reduced) {
-          mode = Accumulation::local;  // nothing is reduced
-        } else if (marks_.any_written()) {
+        if (state_.settings.gradients == Gradients::reduced) {
+          throw UsageError(
+              "accumulate: gradients that the caller has reduced (Settings::gradients) are added up "
+              "before that; use Accumulation::local");
+        }
+        if (marks_.any_written()) {
           throw UsageError(
               "accumulate: gradients were leased in this step outside of a scope of sharded "
               "accumulation; begin it before the backward");
@@ -398,7 +401,6 @@ class Engine {
     auto&& parameter = detail::parameter_at(state_.store(), leader);
     if constexpr (View::gradients == Residency::arena) {
       way_.open(leader, verb, false);
-      way_.borrow();
     } else if constexpr (requires { parameter.release_gradient(); }) {
       way_.open(leader, verb, true);
       detail::visit_span(parameter.gradient(), [&]<class T>(std::span<T> from) {
@@ -440,12 +442,25 @@ class Engine {
       const bool here = state_.present[i] != 0;
       return typename State::Presence{here, here};
     });
+    bool sums = false;  // of several backward passes
+    if constexpr (State::pools_gradients) {
+      sums = way_.accumulates();
+      if (sums) way_.add_own_round();
+    }
     if (state_.scaling.looks_first()) {
-      state_.look_at_own_gradients();
+      if (sums) {
+        state_.look_at_own_sums();
+      } else {
+        state_.look_at_own_gradients();
+      }
       if (!state_.scaling.decide(state_.findings)) return StepEnd::skipped;
     }
     state_.begin_update(updating);
-    state_.update_from_own_gradients();
+    if (sums) {
+      state_.update_from_own_sums();
+    } else {
+      state_.update_from_own_gradients();
+    }
     return StepEnd::applied;
   }
 

@@ -417,6 +417,30 @@ struct EngineState : EngineIdentity {
     });
   }
 
+  /// The same of sums that lie in `lane.reduced`.
+  template <class Lane>
+  [[nodiscard]] auto own_sums(Lane& lane) {
+    return [&lane, scale = static_cast<typename Lane::arithmetic>(scaling.of_step())](
+               const Fragment&, std::size_t begin) {
+      return lane.summed(lane.reduced.data() + begin, scale);
+    };
+  }
+  void look_at_own_sums() {
+    for_each_lane([&](auto& lane) {
+      for (std::size_t b = 0; b < layout->buckets(lane.index); ++b) {
+        observe(Phase::reduce, lane.index, b,
+                [&] { look_at_bucket(lane, b, false, own_sums(lane)); });
+      }
+    });
+  }
+  void update_from_own_sums() {
+    for_each_lane([&](auto& lane) {
+      for (std::size_t b = 0; b < layout->buckets(lane.index); ++b) {
+        update_bucket(lane, b, own_sums(lane));
+      }
+    });
+  }
+
   Held<Store> store_held;
   Held<Comm> comm_held;
   std::vector<Opt> groups;

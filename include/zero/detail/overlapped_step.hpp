@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/bucket_view.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/bucket_traffic.hpp"
@@ -76,7 +77,7 @@ class OverlappedStep {
     if (!std::exchange(round_is_over_, false)) return;
     if (reduces()) reducing_.wait_for_all();
     order_.begin_round();
-    borrows_ = false;
+    borrows_ = State::View::gradients == Residency::arena;  // which backward writes to as it likes
     std::fill(opened_.begin(), opened_.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -118,8 +119,14 @@ class OverlappedStep {
 
   /// The backward is over, and the next one's gradients are added to its.
   void end_round() {
-    if (!reduces()) return;
     begin_round();
+    if (state_.alone()) {
+      add_own_round();
+      let_go_of_gradients();
+      ++rounds_;
+      round_is_over_ = true;
+      return;
+    }
     while (order_.any_left()) reduce_next();
     ++rounds_;
     round_is_over_ = true;
@@ -132,8 +139,37 @@ class OverlappedStep {
   /// Whether sums of earlier backward passes are there.
   [[nodiscard]] bool accumulates() const { return rounds_ > 0; }
   void prepare_to_add() {
-    if (!reduces()) return;
+    if (state_.alone()) {
+      state_.for_each_lane([&](auto& lane) {
+        const std::size_t kept = state_.layout->shard_elements(lane.index, state_.rank());
+        using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
+        if (lane.reduced.size() < kept) lane.reduced = Sums(kept, state_.settings.memory);
+      });
+      return;
+    }
     for_each_lane_and(reduce_traffic_, [](auto&, auto& traffic) { traffic->prepare_to_add(); });
+  }
+
+  /// Of a rank alone, whose gradients are their own sums.
+  void add_own_round() {
+    state_.for_each_lane([&]<class Lane>(Lane& lane) {
+      using A = typename Lane::arithmetic;
+      for (const OwnedFragment& owned : lane.owned) {
+        const auto own = state_.own_gradient(lane)(owned.fragment, 0);
+        A* const sums = lane.reduced.data() + owned.shard_begin;
+        for (std::size_t at = 0; at < owned.fragment.elements; at += look_chunk) {
+          const std::size_t count = std::min(look_chunk, owned.fragment.elements - at);
+          if (rounds_ == 0) {
+            sum_sources(own, at, count, sums + at);
+            continue;
+          }
+          alignas(64) A chunk[look_chunk];
+          sum_sources(own, at, count, chunk);
+          const std::array<const A*, 2> both{sums + at, chunk};
+          sum_sources(GradientSum<A>{both, 1}, 0, count, sums + at);
+        }
+      }
+    });
   }
 
   // Values.
@@ -286,7 +322,7 @@ class OverlappedStep {
       state_.for_each_lane([&](auto& lane) {
         if (lane.index != launch.lane) return;
         if (reduces_now) {
-          state_.update_bucket(lane, launch.bucket, sums_of(launch.bucket, lane));
+          state_.update_bucket(lane, launch.bucket, state_.own_sums(lane));
         } else {
           state_.update_bucket(lane, launch.bucket, state_.own_gradient(lane));
         }
@@ -369,15 +405,6 @@ class OverlappedStep {
     });
   }
 
-  /// Gives a fragment's gradient out of the summed bucket.
-  template <class Lane>
-  [[nodiscard]] auto sums_of(std::size_t, Lane& lane) {
-    const auto scale = static_cast<typename Lane::arithmetic>(state_.scaling.of_step());
-    return [&lane, scale](const Fragment&, std::size_t begin) {
-      return lane.summed(lane.reduced.data() + begin, scale);
-    };
-  }
-
   void look_at_all() {
     if (!reduces()) {
       state_.look_at_own_gradients();
@@ -388,7 +415,7 @@ class OverlappedStep {
       reducing_.wait(before + k + 1);
       state_.for_each_lane([&](auto& lane) {
         if (lane.index != order_[k].lane) return;
-        state_.look_at_bucket(lane, order_[k].bucket, false, sums_of(order_[k].bucket, lane));
+        state_.look_at_bucket(lane, order_[k].bucket, false, state_.own_sums(lane));
       });
     }
   }
