@@ -162,9 +162,6 @@ struct EstimatePolicies {
   static_assert(!AnyWholeTensor<Opt, Store>::value || !CuttingPartition<Partition>,
                 "zero: a whole-tensor optimizer needs complete tensors, but this partition cuts "
                 "them; use zero::BalancedPartition");
-  static_assert(supported_residency<View>,
-                "zero: this version keeps values and gradients with the caller or in an arena; use "
-                "zero::NoView, zero::ParamView or zero::ParamAndGradView");
   static_assert(!shards_values<Stage> || moves_values<View>,
                 "zero: stage 3 needs a view that moves values; use zero::ParamView");
   static_assert(AllElements<Store, IsPrecision<Precision>>::value,
