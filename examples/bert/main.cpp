@@ -4,6 +4,7 @@
 //
 //     bert                                              the demo: mini, on the licence texts
 //     bert --model large --synthetic --steps 5          BERT-large, two ranks: 16 GB
+//     bert --stage all                                  gradients and parameters sharded, too
 //     mpirun -n 2 --bind-to none bert --communicator mpi    ranks that are processes
 //     bert --help
 #include <unistd.h>
