@@ -441,8 +441,7 @@ class OverlappedStep {
 
   void take_room(std::size_t bytes, std::size_t leader, const char* verb) {
     if (reduces()) {
-      while (pooled_ + bytes > pool_limit_ && !reducing_.idle()) {
-        reducing_.wait(reducing_.done() + 1);
+      while (pooled_ + bytes > pool_limit_ && reducing_.wait_for_one()) {
       }
       reducing_.require_sound();
       if (pooled_ + bytes > pool_limit_ && pool_bytes(state_.stage) != 0) {
