@@ -57,6 +57,8 @@ template <class State>
 class OverlappedStep {
   using Comm = decltype(std::declval<typename State::communicator_type&>().duplicate());
   using Stage = typename State::Stage;
+  /// Parameters show where their gradients lie, so backward may add to what is there.
+  static constexpr bool shows_gradients = State::View::gradients == Residency::arena;
 
  public:
   /// To be followed by `rebuild`.
@@ -77,7 +79,7 @@ class OverlappedStep {
     if (!std::exchange(round_is_over_, false)) return;
     if (reduces()) reducing_.wait_for_all();
     order_.begin_round();
-    borrows_ = State::View::gradients == Residency::arena;  // which backward writes to as it likes
+    borrows_ = shows_gradients;  // which backward writes to as it likes
     std::fill(opened_.begin(), opened_.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -400,7 +402,7 @@ class OverlappedStep {
         traffic->start_reduce(bucket, errand.adds);
         traffic->finish_all();
       });
-      lane.gradient_pages->let_go(bucket, whole);
+      lane.gradient_pages->let_go(bucket, whole, shows_gradients);
       pooled_ -= bytes;
       reduced_payload_ += (whole.size() - mine.size()) * sizeof(typename Storage::wire);
     });
@@ -476,7 +478,7 @@ class OverlappedStep {
         if (opened_[i] == 0 || state_.parameters[i].lane != lane.index) continue;
         const Interval buckets = state_.layout->buckets_of(i);
         for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
-          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b));
+          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b), shows_gradients);
         }
       }
     });
