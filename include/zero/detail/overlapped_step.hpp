@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -66,6 +67,14 @@ class OverlappedStep {
   OverlappedStep(const OverlappedStep&) = delete;
   OverlappedStep& operator=(const OverlappedStep&) = delete;
   ~OverlappedStep() {
+    // Units that are gathered ahead are so by peers, too, and need nobody's caller: a last pass
+    // that only reads values ends with one on its way. Not so where a rank leaves before its time.
+    if (reducing_.idle() && !residence_.any_held() && std::uncaught_exceptions() == 0) {
+      try {
+        gathering_.wait_for_all();
+      } catch (...) {  // peers know
+      }
+    }
     // What peers still wait for can't be finished without this rank's caller.
     if (!reducing_.idle() || !gathering_.idle()) abort("an optimizer was destroyed in a step");
     stop();

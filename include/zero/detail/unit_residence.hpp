@@ -90,6 +90,10 @@ class UnitResidence {
     }
   }
 
+  [[nodiscard]] bool any_held() const noexcept {
+    return std::any_of(units_.begin(), units_.end(), [](const Held& u) { return u.holds > 0; });
+  }
+
   /// What was gathered for nothing. Everything must have arrived.
   template <class LetGo>
   void drop_what_is_ahead(const LetGo& let_go) {
