@@ -287,6 +287,8 @@ class Builder {
     set.add(static_cast<std::uint64_t>(state_.settings.finite_check));
     set.add(std::uint64_t{state_.settings.check_values});
     set.add(std::uint64_t{state_.settings.flush_denormals});
+    set.add(std::uint64_t{resident_bytes(state_.stage)});  // who gathers what, and when
+    set.add(std::uint64_t{prefetched_units(state_.stage)});
     set.add(group_count);
     set.add(slots_wanted);
     set.add(before);
@@ -478,8 +480,10 @@ class Builder {
       const std::size_t begin =
           slice + f.lane_begin - map.slice(lane.index, owned.bucket, state_.rank()).begin;
       T* const to = lane.shard.data() + begin;
-      if (f.parameter < before) {
-        std::memcpy(to, old.shard.data() + begin, f.elements * sizeof(T));
+      // A unit that grows may have been resident before, so that what is kept moves.
+      const std::size_t then = f.parameter < before ? old.shard_values[owned.bucket] : not_in_shard;
+      if (then != not_in_shard) {
+        std::memcpy(to, old.shard.data() + then + (begin - slice), f.elements * sizeof(T));
       } else {
         copy_values(lane, f, infos[f.parameter], to);
       }

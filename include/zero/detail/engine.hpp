@@ -243,6 +243,13 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
+    if constexpr (State::pools_gradients) {  // whose memory is made anew
+      if (marks_.any_written() || way_.accumulates()) {
+        refusal =
+            "add_param_group: gradients were leased or accumulated in this step; add groups "
+            "between steps";
+      }
+    }
     if (state_.join != nullptr) {
       refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
     }
@@ -268,10 +275,11 @@ class Engine {
     reader_.require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
-      // What is reduced has been let go of, and reads as zeros; to fill it would take memory.
-      if (State::pools_gradients && View::gradients == Residency::arena &&
-          !state_.settings.poison_released) {
-        continue;
+      if constexpr (State::pools_gradients && View::gradients == Residency::arena) {
+        if (!state_.settings.poison_released) {
+          clear_pooled(i);
+          continue;
+        }
       }
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
         std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
@@ -393,6 +401,16 @@ class Engine {
           pooled_gradient<typename Lane::element>(leader, "gradient").data();
     });
     state_.present[leader] = 1;
+  }
+
+  /// To fill it would take memory. What is marked is on its way, and let go of after that.
+  void clear_pooled(std::size_t leader) {
+    if (marks_.whole(leader)) return;
+    state_.for_each_lane([&](auto& lane) {
+      if (lane.index != state_.parameters[leader].lane) return;
+      const Place& place = state_.layout->place(leader);
+      lane.gradient_pages->clear({place.offset, place.offset + place.elements});
+    });
   }
 
   /// A gradient in memory of the framework's stays there until it is sent, unless the framework
@@ -524,11 +542,7 @@ class Engine {
   /// After a failure that the peers don't share: they learn of it at once, and none of them reads
   /// this rank's memory any more.
   void give_up(const char* what, const char* why, bool halfway) noexcept {
-    if (halfway) {
-      failed_ = true;
-    } else {
-      forget_round(false);
-    }
+    if (halfway) failed_ = true;
     if (!state_.alone()) {
       // In this order: unfinished requests give a reason of their own when they are dropped.
       try {
@@ -538,15 +552,18 @@ class Engine {
       }
       way_.give_up();
     }
+    if (!halfway) forget_round(false);  // which threads of traffic may have read up to here
     try {
       if (halfway) failure_ = why;
     } catch (...) {
     }
   }
 
-  /// After a step, applied or refused.
+  /// After a step, applied or refused. What was leased from a pool is gone either way: it has been
+  /// reduced, or let go of.
   void forget_round(bool applied) noexcept {
-    marks_.reset(applied);
+    marks_.reset(applied || State::pools_gradients);
+    postponed_.clear();
     std::fill(state_.present.begin(), state_.present.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
