@@ -7,6 +7,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <ranges>
@@ -155,6 +157,10 @@ class Engine {
           "accumulate: gradients were marked already in this step; accumulate first, and mark in "
           "the last backward");
     }
+    if (accumulated_ && *accumulated_ != mode) {
+      throw UsageError(
+          "accumulate: this step has accumulated in the other mode before; use one mode in a step");
+    }
     if constexpr (State::pools_gradients) {
       if (mode == Accumulation::sharded) {
         if (state_.join != nullptr) {
@@ -164,7 +170,8 @@ class Engine {
         }
         if (state_.settings.gradients == Gradients::reduced) {
           throw UsageError(
-              "accumulate: gradients that the caller has reduced (Settings::gradients) are added up "
+              "accumulate: gradients that the caller has reduced (Settings::gradients) are added "
+              "up "
               "before that; use Accumulation::local");
         }
         if (marks_.any_written()) {
@@ -173,16 +180,13 @@ class Engine {
               "accumulation; begin it before the backward");
         }
         way_.prepare_to_add();
-      } else if (way_.accumulates()) {
-        throw UsageError(
-            "accumulate: this step has accumulated sharded before; use one mode in a step");
       }
     } else if (mode == Accumulation::sharded) {
       throw UsageError(
           "accumulate: Accumulation::sharded needs a stage that shards gradients; use zero::Stage2 "
           "or Stage3, or Accumulation::local");
     }
-    accumulating_ = mode;
+    accumulating_ = accumulated_ = mode;
   }
   /// What goes wrong here is told by the next step.
   void end_accumulating() noexcept {
@@ -196,17 +200,21 @@ class Engine {
             marks_.require_no_lease();
             take_unmarked("accumulate");
           } catch (const UsageError& error) {
+            if (gave_up_) throw;
             postponed_ = text_of(error);
           }
           way_.end_round();
         });
         marks_.reset(true);
-      } catch (...) {  // the communicator keeps why
+      } catch (...) {
+        lost_ = std::current_exception();
       }
     }
   }
 
-  void acquire(int unit) { with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); }); }
+  void acquire(int unit) {
+    with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); });
+  }
   void release(int unit) {
     if constexpr (Stage::shards_values) way_.require_held(unit);
     with_unit("release", unit, [&](auto& way) { way.release(unit); });
@@ -239,7 +247,9 @@ class Engine {
         refusal = text_of(error);
       }
     }
-    if (marks_.any() || marks_.any_lease() || accumulating_) {
+    // Gradients that lie in memory of the optimizer's, or their sums, are laid out anew.
+    const bool would_lose = State::pools_gradients && (accumulated_ || marks_.any_written());
+    if (marks_.any() || marks_.any_lease() || accumulating_ || would_lose) {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
@@ -382,7 +392,6 @@ class Engine {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
-
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
   std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
@@ -397,8 +406,7 @@ class Engine {
   void note_pooled(std::size_t leader) {
     state_.for_each_lane([&]<class Lane>(Lane& lane) {
       if (lane.index != state_.parameters[leader].lane) return;
-      lane.gradients[leader] =
-          pooled_gradient<typename Lane::element>(leader, "gradient").data();
+      lane.gradients[leader] = pooled_gradient<typename Lane::element>(leader, "gradient").data();
     });
     state_.present[leader] = 1;
   }
@@ -446,10 +454,11 @@ class Engine {
     }
     if constexpr (Stage::shards_values) {
       // Not under the lock: gradients may be marked while a unit is waited for.
-      or_tell([&] { body(way_); }, [&](const char* why) {
-        const std::scoped_lock lock(mutex_);
-        give_up(verb, why, false);
-      });
+      or_tell([&] { body(way_); },
+              [&](const char* why) {
+                const std::scoped_lock lock(mutex_);
+                give_up(verb, why, false);
+              });
     }
   }
 
@@ -498,6 +507,8 @@ class Engine {
   /// Takes what was not marked as it lies in the caller's memory, unless this rank has no input.
   /// Returns why this rank can't step, or nothing.
   std::string finish_marks() {
+    const bool had_given_up = gave_up_;
+    if (lost_ != nullptr) std::rethrow_exception(std::exchange(lost_, nullptr));
     state_.join_word = state_.join == nullptr ? JoinWord{} : state_.join->word();
     try {
       if (accumulating_) {
@@ -534,6 +545,7 @@ class Engine {
       options.add(&norm, sizeof norm);
       state_.options = options.value();
     } catch (const UsageError& error) {
+      if (gave_up_ && !had_given_up) throw;  // as the pool's: the peers know already
       return text_of(error);
     }
     return {};
@@ -542,17 +554,24 @@ class Engine {
   /// After a failure that the peers don't share: they learn of it at once, and none of them reads
   /// this rank's memory any more.
   void give_up(const char* what, const char* why, bool halfway) noexcept {
+    gave_up_ = true;
     if (halfway) failed_ = true;
     if (!state_.alone()) {
+      std::string reason;
+      try {
+        reason = what + (" failed: " + std::string(why));
+      } catch (...) {  // no memory for words
+      }
       // In this order: unfinished requests give a reason of their own when they are dropped.
       try {
-        state_.comm().abort(what + (" failed: " + std::string(why)));
-      } catch (...) {  // no memory for words
+        state_.comm().abort(reason);
+      } catch (...) {
         state_.comm().abort("");
       }
-      way_.give_up();
+      way_.give_up(reason);
     }
-    if (!halfway) forget_round(false);  // which threads of traffic may have read up to here
+    // Not before: until then traffic may read where gradients are.
+    if (!halfway) forget_round(false);
     try {
       if (halfway) failure_ = why;
     } catch (...) {
@@ -562,7 +581,9 @@ class Engine {
   /// After a step, applied or refused. What was leased from a pool is gone either way: it has been
   /// reduced, or let go of.
   void forget_round(bool applied) noexcept {
+    // What was reduced for nothing is gone, and what was leased has to be written anew.
     marks_.reset(applied || State::pools_gradients);
+    accumulated_.reset();
     postponed_.clear();
     std::fill(state_.present.begin(), state_.present.end(), std::uint8_t{0});
     state_.for_each_lane(
@@ -572,11 +593,14 @@ class Engine {
 
   std::mutex mutex_{};
   std::optional<Accumulation> accumulating_{};
-  std::string postponed_{};  ///< what went wrong where nothing could be thrown
+  std::optional<Accumulation> accumulated_{};  ///< how this step has accumulated so far
+  std::string postponed_{};    ///< why this rank can't step, found where nothing could be thrown
+  std::exception_ptr lost_{};  ///< what failed there for good
   Fingerprint<Opt> fingerprint_{};
   State state_;
   StoreReader<State> reader_;
   Marks marks_;
+  bool gave_up_ = false;   ///< the peers have been told
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
   static auto way_of() {

@@ -77,8 +77,8 @@ class UnitResidence {
     let_go(held.unit);
     held.arrival.reset();
     // The way back begins with the unit that the way there ended with.
-    const auto next = follower();
-    if (next && *next == u) held.arrival = fetch(held.unit);
+    if (ahead_ == 0 || last_[1] != static_cast<std::ptrdiff_t>(u)) return;
+    if (follower(last_) == u) held.arrival = fetch(held.unit);
   }
 
   /// Throws `UsageError` where a unit is still held.
@@ -122,7 +122,6 @@ class UnitResidence {
     followers_[{last_[0], last_[1]}] = u;
     last_ = {last_[1], u};
   }
-  [[nodiscard]] std::optional<std::size_t> follower() const { return follower(last_); }
   [[nodiscard]] std::optional<std::size_t> follower(std::array<std::ptrdiff_t, 2> pair) const {
     const auto found = followers_.find({pair[0], pair[1]});
     if (found == followers_.end()) return std::nullopt;
