@@ -813,7 +813,7 @@ TEST_CASE("pool: two buckets are enough in the learned order, whatever the delay
       model.emplace_back("p" + std::to_string(i), 40 + 7 * static_cast<std::size_t>(i),
                          zero::Attributes{}, false);
     }
-    constexpr std::size_t bucket = bucket_bytes / 192 * 192;  // of slices of 64 bytes
+    constexpr std::size_t bucket = bucket_bytes / 48 * 48;  // of slices of 16 bytes
     Rank<Stage2> rank(comm, model, {.pool_bytes = 2 * bucket});
     require(rank.optimizer.layout().bucket(0, 0).size() * sizeof(float) == bucket, "bucket");
     rank.wire->hook = [&](const std::string&, int before) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -64,7 +65,15 @@ class OverlappedStep {
   OverlappedStep(const OverlappedStep&) = delete;
   OverlappedStep& operator=(const OverlappedStep&) = delete;
   ~OverlappedStep() {
-    // What peers still wait for can't be finished without this rank's caller.
+    // What peers still wait for can't be finished without this rank's caller; what was gathered
+    // ahead can, and a peer's caller may not have got all that came before it.
+    const bool unwinds = std::uncaught_exceptions() > exceptions_;
+    if (!unwinds && reducing_.idle() && !gathering_.idle()) {
+      try {
+        gathering_.wait_for_all();
+      } catch (...) {  // the peers are gone
+      }
+    }
     if (!reducing_.idle() || !gathering_.idle()) abort("an optimizer was destroyed in a step");
     stop();
   }
@@ -172,7 +181,8 @@ class OverlappedStep {
 
   void acquire(int unit) {
     const std::scoped_lock lock(units_mutex_);
-    if (!state_.alone()) gathering_.require_sound();
+    // Where traffic has failed, what came before is there all the same: a peer may have ended
+    // already what this rank is about to end.
     residence_.acquire(
         unit, [&](const Unit& u) { return fetch(u); },
         [&](std::uint64_t arrival) { gathering_.wait(arrival); });
@@ -591,9 +601,10 @@ class OverlappedStep {
   StepAgreement<State> agreement_;
   std::vector<LaunchOrder::Position> all_positions_{};
   bool learned_ = false;
-  std::size_t rounds_ = 0;              ///< that have been reduced for the step to come
-  bool round_is_over_ = true;           ///< and none has begun since
-  bool borrows_ = false;                ///< whether some of its gradients are not leased
+  int exceptions_ = std::uncaught_exceptions();  ///< when this was made
+  std::size_t rounds_ = 0;                       ///< that have been reduced for the step to come
+  bool round_is_over_ = true;                    ///< and none has begun since
+  bool borrows_ = false;                         ///< whether some of its gradients are not leased
   std::vector<std::uint8_t> opened_{};  ///< by leader: whether its gradient is counted as pooled
   std::size_t pool_limit_ = 0;
   std::atomic<std::size_t> pooled_{0};
