@@ -69,7 +69,8 @@ class OverlappedStep {
   ~OverlappedStep() {
     // Units that are gathered ahead are so by peers, too, and need nobody's caller: a last pass
     // that only reads values ends with one on its way. Not so where a rank leaves before its time.
-    if (reducing_.idle() && !residence_.any_held() && std::uncaught_exceptions() == 0) {
+    const bool unwinds = std::uncaught_exceptions() > exceptions_;
+    if (!unwinds && reducing_.idle() && !residence_.any_held()) {
       try {
         gathering_.wait_for_all();
       } catch (...) {  // peers know
@@ -183,7 +184,8 @@ class OverlappedStep {
 
   void acquire(int unit) {
     const std::scoped_lock lock(units_mutex_);
-    if (!state_.alone()) gathering_.require_sound();
+    // Where traffic has failed, what came before is there all the same: a peer may have ended
+    // already what this rank is about to end.
     residence_.acquire(
         unit, [&](const Unit& u) { return fetch(u); },
         [&](std::uint64_t arrival) { gathering_.wait(arrival); });
@@ -601,9 +603,10 @@ class OverlappedStep {
   StepAgreement<State> agreement_;
   std::vector<LaunchOrder::Position> all_positions_{};
   bool learned_ = false;
-  std::size_t rounds_ = 0;              ///< that have been reduced for the step to come
-  bool round_is_over_ = true;           ///< and none has begun since
-  bool borrows_ = false;                ///< whether some of its gradients are not leased
+  int exceptions_ = std::uncaught_exceptions();  ///< when this was made
+  std::size_t rounds_ = 0;                       ///< that have been reduced for the step to come
+  bool round_is_over_ = true;                    ///< and none has begun since
+  bool borrows_ = false;                         ///< whether some of its gradients are not leased
   std::vector<std::uint8_t> opened_{};  ///< by leader: whether its gradient is counted as pooled
   std::size_t pool_limit_ = 0;
   std::atomic<std::size_t> pooled_{0};
