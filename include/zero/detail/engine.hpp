@@ -256,8 +256,8 @@ class Engine {
     if constexpr (State::pools_gradients) {  // whose memory is made anew
       if (marks_.any_written() || way_.accumulates()) {
         refusal =
-            "add_param_group: gradients were leased or accumulated in this step; add groups "
-            "between steps";
+            "add_param_group: gradients were marked or leased, or accumulated, in this step; add "
+            "groups between steps";
       }
     }
     if (state_.join != nullptr) {
