@@ -464,11 +464,11 @@ class ZeroSharded {
       report.staging += engine_->staging_bytes();
       if constexpr (Engine::State::pools_gradients) {
         const auto& way = engine_->way();
-        report.pooled = way.pooled_bytes();
-        report.pooled_peak = way.pooled_peak();
+        report.pooled = way.pooled().now();
+        report.pooled_peak = way.pooled().peak();
         report.values += state.resident_value_bytes();
-        report.gathered = way.gathered_bytes();
-        report.gathered_peak = way.gathered_peak();
+        report.gathered = way.values().bytes().now();
+        report.gathered_peak = way.values().bytes().peak();
       }
       return report;
     });

@@ -213,11 +213,11 @@ class Engine {
   }
 
   void acquire(int unit) {
-    with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); });
+    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit); });
   }
   void release(int unit) {
-    if constexpr (Stage::shards_values) way_.require_held(unit);
-    with_unit("release", unit, [&](auto& way) { way.release(unit); });
+    if constexpr (Stage::shards_values) way_.values().require_held(unit);
+    with_unit("release", unit, [&](auto& way) { way.values().release(unit); });
   }
 
   void clip(std::optional<double> max_norm) {
@@ -242,7 +242,7 @@ class Engine {
     std::string refusal;
     if constexpr (Stage::shards_values) {
       try {
-        way_.require_none_held("add_param_group");
+        way_.values().require_none_held("add_param_group");
       } catch (const UsageError& error) {
         refusal = text_of(error);
       }
@@ -531,7 +531,7 @@ class Engine {
       }
       reader_.require_size("step", false);
       if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));
-      if constexpr (Stage::shards_values) way_.require_none_held("step");
+      if constexpr (Stage::shards_values) way_.values().require_none_held("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (state_.steps_alone(i)) reader_.require_unmoved(i);
       }
