@@ -287,6 +287,8 @@ class Builder {
     set.add(static_cast<std::uint64_t>(state_.settings.finite_check));
     set.add(std::uint64_t{state_.settings.check_values});
     set.add(std::uint64_t{state_.settings.flush_denormals});
+    set.add(std::uint64_t{resident_bytes(state_.stage)});  // who gathers what, and when
+    set.add(std::uint64_t{prefetched_units(state_.stage)});
     set.add(group_count);
     set.add(slots_wanted);
     set.add(before);

@@ -253,6 +253,13 @@ class Engine {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
+    if constexpr (State::pools_gradients) {  // whose memory is made anew
+      if (marks_.any_written() || way_.accumulates()) {
+        refusal =
+            "add_param_group: gradients were marked or leased, or accumulated, in this step; add "
+            "groups between steps";
+      }
+    }
     if (state_.join != nullptr) {
       refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
     }
@@ -278,13 +285,14 @@ class Engine {
     reader_.require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
-      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
-        using T = typename decltype(memory)::value_type;
-        if constexpr (State::pools_gradients && View::gradients == Residency::arena) {
-          zero_pages(memory);
-        } else {
-          std::fill(memory.begin(), memory.end(), zero_of<T>());
+      if constexpr (State::pools_gradients && View::gradients == Residency::arena) {
+        if (!state_.settings.poison_released) {
+          clear_pooled(i);
+          continue;
         }
+      }
+      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
+        std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
       });
     }
   }
@@ -384,21 +392,6 @@ class Engine {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
-
-  /// What has been let go of reads as zeros, save at its edges, and to fill it would take memory.
-  template <class T>
-  static void zero_pages(std::span<T> memory) {
-    constexpr std::size_t chunk = 4096 / sizeof(T);
-    for (std::size_t at = 0; at < memory.size(); at += chunk) {
-      const std::span<T> some = memory.subspan(at, std::min(chunk, memory.size() - at));
-      const T zero = zero_of<T>();
-      const bool is_zero = std::all_of(some.begin(), some.end(), [&](const T& x) {
-        return std::memcmp(&x, &zero, sizeof zero) == 0;
-      });
-      if (!is_zero) std::fill(some.begin(), some.end(), zero);
-    }
-  }
-
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
   std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
@@ -416,6 +409,16 @@ class Engine {
       lane.gradients[leader] = pooled_gradient<typename Lane::element>(leader, "gradient").data();
     });
     state_.present[leader] = 1;
+  }
+
+  /// To fill it would take memory. What is marked is on its way, and let go of after that.
+  void clear_pooled(std::size_t leader) {
+    if (marks_.whole(leader)) return;
+    state_.for_each_lane([&](auto& lane) {
+      if (lane.index != state_.parameters[leader].lane) return;
+      const Place& place = state_.layout->place(leader);
+      lane.gradient_pages->clear({place.offset, place.offset + place.elements});
+    });
   }
 
   /// A gradient in memory of the framework's stays there until it is sent, unless the framework
@@ -575,7 +578,8 @@ class Engine {
     }
   }
 
-  /// After a step, applied or refused.
+  /// After a step, applied or refused. What was leased from a pool is gone either way: it has been
+  /// reduced, or let go of.
   void forget_round(bool applied) noexcept {
     // What was reduced for nothing is gone, and what was leased has to be written anew.
     marks_.reset(applied || State::pools_gradients);

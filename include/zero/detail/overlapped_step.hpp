@@ -58,6 +58,8 @@ template <class State>
 class OverlappedStep {
   using Comm = decltype(std::declval<typename State::communicator_type&>().duplicate());
   using Stage = typename State::Stage;
+  /// Parameters show where their gradients lie, so backward may add to what is there.
+  static constexpr bool shows_gradients = State::View::gradients == Residency::arena;
 
  public:
   /// To be followed by `rebuild`.
@@ -65,15 +67,16 @@ class OverlappedStep {
   OverlappedStep(const OverlappedStep&) = delete;
   OverlappedStep& operator=(const OverlappedStep&) = delete;
   ~OverlappedStep() {
-    // What peers still wait for can't be finished without this rank's caller; what was gathered
-    // ahead can, and a peer's caller may not have got all that came before it.
+    // Units that are gathered ahead are so by peers, too, and need nobody's caller: a last pass
+    // that only reads values ends with one on its way. Not so where a rank leaves before its time.
     const bool unwinds = std::uncaught_exceptions() > exceptions_;
-    if (!unwinds && reducing_.idle() && !gathering_.idle()) {
+    if (!unwinds && reducing_.idle() && !residence_.any_held()) {
       try {
         gathering_.wait_for_all();
-      } catch (...) {  // the peers are gone
+      } catch (...) {  // peers know
       }
     }
+    // What peers still wait for can't be finished without this rank's caller.
     if (!reducing_.idle() || !gathering_.idle()) abort("an optimizer was destroyed in a step");
     stop();
   }
@@ -86,7 +89,7 @@ class OverlappedStep {
     if (!std::exchange(round_is_over_, false)) return;
     if (reduces()) reducing_.wait_for_all();
     order_.begin_round();
-    borrows_ = State::View::gradients == Residency::arena;  // which backward writes to as it likes
+    borrows_ = shows_gradients;  // which backward writes to as it likes
     std::fill(opened_.begin(), opened_.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -406,7 +409,7 @@ class OverlappedStep {
         traffic->start_reduce(bucket, errand.adds);
         traffic->finish_all();
       });
-      lane.gradient_pages->let_go(bucket, whole);
+      lane.gradient_pages->let_go(bucket, whole, shows_gradients);
       pooled_ -= bytes;
       reduced_payload_ += (whole.size() - mine.size()) * sizeof(typename Storage::wire);
     });
@@ -447,8 +450,7 @@ class OverlappedStep {
 
   void take_room(std::size_t bytes, std::size_t leader, const char* verb) {
     if (reduces()) {
-      while (pooled_ + bytes > pool_limit_ && !reducing_.idle()) {
-        reducing_.wait(reducing_.done() + 1);
+      while (pooled_ + bytes > pool_limit_ && reducing_.wait_for_one()) {
       }
       reducing_.require_sound();
       if (pooled_ + bytes > pool_limit_ && pool_bytes(state_.stage) != 0) {
@@ -498,7 +500,7 @@ class OverlappedStep {
         if (opened_[i] == 0 || state_.parameters[i].lane != lane.index) continue;
         const Interval buckets = state_.layout->buckets_of(i);
         for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
-          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b));
+          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b), shows_gradients);
         }
       }
     });

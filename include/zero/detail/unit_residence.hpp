@@ -90,6 +90,10 @@ class UnitResidence {
     }
   }
 
+  [[nodiscard]] bool any_held() const noexcept {
+    return std::any_of(units_.begin(), units_.end(), [](const Held& u) { return u.holds > 0; });
+  }
+
   /// What was gathered for nothing. Everything must have arrived.
   template <class LetGo>
   void drop_what_is_ahead(const LetGo& let_go) {
@@ -127,7 +131,9 @@ class UnitResidence {
   template <class Fetch>
   void fetch_ahead(const Fetch& fetch) {
     std::array<std::ptrdiff_t, 2> pair = last_;
-    for (std::size_t k = 0; k < ahead_; ++k) {
+    // After so many what follows is a circle, and has been asked for.
+    const std::size_t most = std::min(ahead_, followers_.size());
+    for (std::size_t k = 0; k < most; ++k) {
       const auto next = follower(pair);
       if (!next) return;
       Held& held = units_[*next];
