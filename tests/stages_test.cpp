@@ -1060,7 +1060,7 @@ TEST_CASE("stages: no group is added once something waits to be stepped") {
       if (comm.rank() == 1) repair();
     };
     const auto nothing = [] {};
-    after([&] { rank.write(0, 1); }, "leased in this step", nothing);
+    after([&] { rank.write(0, 1); }, "between steps", nothing);
     after(
         [&] {
           rank.write(0, 1);

@@ -247,14 +247,12 @@ class Engine {
         refusal = text_of(error);
       }
     }
-    // Gradients that lie in memory of the optimizer's, or their sums, are laid out anew.
-    const bool would_lose = State::pools_gradients && (accumulated_ || marks_.any_written());
-    if (marks_.any() || marks_.any_lease() || accumulating_ || would_lose) {
+    if (marks_.any() || marks_.any_lease() || accumulating_) {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
-    if constexpr (State::pools_gradients) {  // whose memory is made anew
-      if (marks_.any_written() || way_.accumulates()) {
+    if constexpr (State::pools_gradients) {  // whose memory, and that of their sums, is made anew
+      if (marks_.any_written() || accumulated_) {
         refusal =
             "add_param_group: gradients were marked or leased, or accumulated, in this step; add "
             "groups between steps";
@@ -392,6 +390,7 @@ class Engine {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
+
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
   std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
