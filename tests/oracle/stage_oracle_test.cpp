@@ -68,8 +68,8 @@ TEST_CASE("stage 2: same bits, whole tensors of 16 bits in ParamAndGradView") {
 }
 #endif
 TEST_CASE("stage 2: same bits, float gradients sent in bfloat16") {
-  check<SharedMemory, Tensors<Tensor, std::span<float>>, zero::ContiguousPartition,
-        zero::ParamView, zero::Stage2, zero::Bfloat16Wire>(3000);
+  check<SharedMemory, Tensors<Tensor, std::span<float>>, zero::ContiguousPartition, zero::ParamView,
+        zero::Stage2, zero::Bfloat16Wire>(3000);
 }
 #ifndef ZERO_TEST_EACH_ONCE
 TEST_CASE("stage 1: same bits, float gradients sent in float16") {

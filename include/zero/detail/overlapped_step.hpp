@@ -241,7 +241,7 @@ class OverlappedStep {
     values_.settle();
     std::optional<StepEnd> ended;
     try {
-      ended = agreement_.on_presence(values_.everyone(), refusal);
+      ended = agreement_.on_presence(values_.everyone(), refusal, rounds_);
     } catch (const AgreedRefusal&) {
       reducing_.wait_for_all();
       throw;

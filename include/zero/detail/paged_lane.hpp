@@ -53,9 +53,8 @@ class PagedLane {
     if (poisoned_[bucket] == 0) return false;
     const T poison = poison_of<T>();
     const T* const begin = pages_.data() + part.begin;
-    return std::any_of(begin, begin + part.size(), [&](const T& x) {
-      return std::memcmp(&x, &poison, sizeof poison) != 0;
-    });
+    return std::any_of(begin, begin + part.size(),
+                       [&](const T& x) { return std::memcmp(&x, &poison, sizeof poison) != 0; });
   }
   /// The bucket is in use again.
   void take(std::size_t bucket) noexcept { poisoned_[bucket] = 0; }

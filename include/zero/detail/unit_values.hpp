@@ -81,11 +81,6 @@ class UnitValues {
     residence_.release(
         unit, [&](const Unit& u) { let_go(u); }, [&](const Unit& u) { return fetch(u); });
   }
-  /// Throws `UsageError` where a unit is not held.
-  void require_held(int unit) {
-    const std::scoped_lock lock(mutex_);
-    residence_.require_held(unit);
-  }
   /// Throws `UsageError` where a unit is still held.
   void require_none_held(const char* verb) {
     const std::scoped_lock lock(mutex_);
@@ -123,9 +118,8 @@ class UnitValues {
     courier_.stop();
     std::size_t buckets = 0;
     for_each_lane_and(state_, traffic_, [&](auto& lane, auto& traffic) {
-      traffic.emplace(lane, *state_.layout, *comm_, Journey::gather,
-                      state_.settings.poison_padding, state_.memory_for_peers(),
-                      state_.settings.memory);
+      traffic.emplace(lane, *state_.layout, *comm_, Journey::gather, state_.settings.poison_padding,
+                      state_.memory_for_peers(), state_.settings.memory);
       buckets += state_.layout->buckets(lane.index);
     });
     announcements_.resize(static_cast<std::size_t>(state_.world()));
@@ -184,9 +178,8 @@ class UnitValues {
       gathered_.add(whole.size() * sizeof(*lane.base));
     });
     std::uint64_t last = courier_.push({{}, &unit});
-    for_each_bucket(unit, [&](auto& lane, std::size_t b) {
-      last = courier_.push({{lane.index, b}, nullptr});
-    });
+    for_each_bucket(
+        unit, [&](auto& lane, std::size_t b) { last = courier_.push({{lane.index, b}, nullptr}); });
     return last + 1;
   }
   void let_go(const Unit& unit) {
@@ -220,8 +213,7 @@ class UnitValues {
         traffic->finish_all();
       });
       const Interval mine = state_.layout->slice(lane.index, bucket, state_.rank());
-      payload_ +=
-          mine.size() * sizeof(*lane.base) * static_cast<std::size_t>(state_.world() - 1);
+      payload_ += mine.size() * sizeof(*lane.base) * static_cast<std::size_t>(state_.world() - 1);
     });
   }
 
