@@ -458,6 +458,45 @@ TEST_CASE("estimate: to the byte, groups of ranks, 16 bits and floats") {
   CHECK(most.staging > 0);
 }
 
+TEST_CASE("estimate: to the byte, stage 2") {
+  const auto make = [] { return tensors<float>(odd_shapes()); };
+  const Most most = compare<Shared>(make, zero::Adam{}, {}, zero::Stage2{}, zero::NoView{96});
+  CHECK(most.gradients > 0);
+  CHECK(most.staging > 0);  // gathered here, and copied to where values are
+}
+
+TEST_CASE("estimate: to the byte, stage 3, some units resident") {
+  const auto make = [] { return tensors<zero::bfloat16>(odd_shapes()); };
+  for (const std::size_t resident : {0, 80, 10'000}) {
+    const Most most = compare<Groups, 4>(make, zero::Adam{}, {},
+                                         zero::Stage3{.resident_bytes = resident},
+                                         zero::ParamView{96});
+    CHECK(most.values > 0);
+    CHECK(most.master > 0);
+    CHECK(most.staging > 0);  // of gradients that are summed here
+  }
+}
+
+TEST_CASE("estimate: what comes and goes in steps") {
+  std::vector<zero::ParamShape> shapes;
+  for (int unit = 0; unit < 4; ++unit) {
+    shapes.push_back({{1000}, "u" + std::to_string(unit), {.unit = unit}});
+  }
+  shapes.push_back({{1000}, "tied", {.alias = 0}});
+  const auto of = [&](auto stage) {
+    return zero::estimate<float>(zero::Sgd{}, shapes, {.world = 2}, stage, zero::ParamView{2000})
+        .optimizer;
+  };
+  const std::size_t bucket = 2000 / 32 * 32;
+  CHECK(of(zero::Stage1{}).pooled_peak == 0);
+  CHECK(of(zero::Stage2{}).pooled_peak == bucket + 4000 + 4000);  // the largest, and what is tied
+  CHECK(of(zero::Stage2{.pool_bytes = 1 << 20}).pooled_peak == 1 << 20);
+  CHECK(of(zero::Stage2{}).gathered_peak == 0);
+  const std::size_t unit = (4000 + 31) / 32 * 32;
+  CHECK(of(zero::Stage3{}).gathered_peak == 2 * unit);
+  CHECK(of(zero::Stage3{.prefetch = 9}).gathered_peak == 4 * unit);
+}
+
 TEST_CASE("estimate: ranks of several groups share no memory, and are not alone") {
   const std::vector<zero::ParamShape> shapes{{{4, 4}}, {{4}}};
   const auto of = [&](zero::EstimateFor which, zero::Settings settings = {}) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 #include <zero/zero.hpp>
 
@@ -83,6 +84,56 @@ std::size_t allocations_while_stepping(int world, Stage stage, Opt rule = {},
   return allocations;
 }
 
+/// The same of a loop over units, of two backward passes a step, which leases what it writes.
+template <class Stage>
+std::size_t allocations_while_leasing(int world, Stage stage) {
+  constexpr std::size_t units = 4;
+  allocations = 0;
+  zero::run_ranks(world, [&](zero::InProcessCommunicator& comm) {
+    std::vector<zero::ShapedParam<float>> store;
+    for (std::size_t i = 0; i < units; ++i) {
+      store.emplace_back("p" + std::to_string(i), std::vector<std::size_t>{1000},
+                         zero::Attributes{.unit = static_cast<int>(i)});
+    }
+    zero::Settings settings;
+    settings.initial_value = [](std::string_view, std::size_t) { return 1.0; };
+    zero::ZeroSharded optimizer{zero::Adam{}, store,    comm, zero::ParamView{1024},
+                                stage,        settings, zero::ContiguousPartition{}};
+    const auto pass = [&] {
+      for (int unit = 0; unit < static_cast<int>(units); ++unit) {
+        optimizer.acquire(unit);
+        optimizer.release(unit);
+      }
+      for (std::size_t i = units; i-- > 0;) {
+        const auto unit = static_cast<int>(i);
+        optimizer.acquire(unit);
+        {
+          const auto lease = optimizer.gradient(i);
+          for (float& x : lease.values()) x = 0.5F;
+        }
+        optimizer.mark_ready(i);
+        optimizer.release(unit);
+      }
+    };
+    for (int step = 0; step < 6; ++step) {
+      optimizer.clip_grad_norm(step % 2 == 0 ? std::nullopt : std::optional(1.0));
+      comm.barrier().wait();
+      if (step == 2) counting = true;
+      comm.barrier().wait();
+      {
+        const auto scope = optimizer.accumulate();
+        pass();
+      }
+      pass();
+      optimizer.step();
+    }
+    comm.barrier().wait();
+    counting = false;
+    comm.barrier().wait();
+  });
+  return allocations;
+}
+
 /// Allocations on all ranks together while rank 0, which had two batches, serves steps 4 to 6.
 template <class Comm>
 std::size_t allocations_while_serving() {
@@ -129,6 +180,14 @@ TEST_CASE("a step allocates nothing") {
     CHECK(allocations_while_stepping<CollectivesOnly, Half>(world, zero::Stage1{}) == 0);
     CHECK(allocations_while_stepping<CollectivesOnly, Half>(world, zero::Replicated{}, zero::Lamb{},
                                                             zero::BalancedPartition{}) == 0);
+  }
+}
+
+TEST_CASE("stages 2 and 3 allocate nothing either") {
+  for (const int world : {1, 2, 4}) {
+    CHECK(allocations_while_leasing(world, zero::Stage2{}) == 0);
+    CHECK(allocations_while_leasing(world, zero::Stage3{}) == 0);
+    CHECK(allocations_while_leasing(world, zero::Stage3{.prefetch = 3}) == 0);
   }
 }
 

@@ -28,20 +28,26 @@ Config config_of(std::string_view name) {
 std::vector<Shape> shapes_of(const Config& config, Head head) {
   std::vector<Shape> shapes;
   const std::size_t hidden = config.hidden;
+  int unit = 0;
   const auto linear = [&](const std::string& name, std::size_t outputs, std::size_t inputs) {
-    shapes.push_back({name + ".weight", {outputs, inputs}, true});
-    shapes.push_back({name + ".bias", {outputs}, false});
+    shapes.push_back({name + ".weight", {outputs, inputs}, true, unit});
+    shapes.push_back({name + ".bias", {outputs}, false, unit});
   };
   const auto norm = [&](const std::string& name) {
-    shapes.push_back({name + ".weight", {hidden}, false});
-    shapes.push_back({name + ".bias", {hidden}, false});
+    shapes.push_back({name + ".weight", {hidden}, false, unit});
+    shapes.push_back({name + ".bias", {hidden}, false, unit});
   };
   const std::string embeddings = "bert.embeddings.";
-  shapes.push_back({embeddings + "word_embeddings.weight", {config.vocabulary, hidden}, true});
-  shapes.push_back({embeddings + "position_embeddings.weight", {config.positions, hidden}, true});
-  shapes.push_back({embeddings + "token_type_embeddings.weight", {config.segments, hidden}, true});
+  const auto embedding = [&](const char* name, std::size_t rows) {
+    shapes.push_back({embeddings + name + ".weight", {rows, hidden}, true, unit});
+  };
+  embedding("word_embeddings", config.vocabulary);
+  ++unit;
+  embedding("position_embeddings", config.positions);
+  embedding("token_type_embeddings", config.segments);
   norm(embeddings + "LayerNorm");
   for (std::size_t l = 0; l < config.layers; ++l) {
+    ++unit;
     const std::string layer = "bert.encoder.layer." + std::to_string(l) + ".";
     linear(layer + "attention.self.query", hidden, hidden);
     linear(layer + "attention.self.key", hidden, hidden);
@@ -52,10 +58,11 @@ std::vector<Shape> shapes_of(const Config& config, Head head) {
     linear(layer + "output.dense", hidden, config.intermediate);
     norm(layer + "output.LayerNorm");
   }
+  ++unit;
   if (head == Head::pooler) {
     linear("bert.pooler.dense", hidden, hidden);
   } else {
-    shapes.push_back({"cls.predictions.bias", {config.vocabulary}, false});
+    shapes.push_back({"cls.predictions.bias", {config.vocabulary}, false, unit});
     linear("cls.predictions.transform.dense", hidden, hidden);
     norm("cls.predictions.transform.LayerNorm");
   }

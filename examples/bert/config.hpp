@@ -34,6 +34,7 @@ struct Shape {
   std::string name;
   std::vector<std::size_t> extents;
   bool decays;  ///< whether weight decay applies: to matrices, not to biases and norms
+  int unit;     ///< of tensors that are used together
 
   [[nodiscard]] std::size_t elements() const {
     std::size_t product = 1;
@@ -46,7 +47,8 @@ struct Shape {
 [[nodiscard]] const std::array<Config, 4>& published();
 /// Throws `InputError` that lists what there is.
 [[nodiscard]] Config config_of(std::string_view name);
-/// In registration order: embeddings, layer after layer, head.
+/// In registration order: embeddings, layer after layer, head. Unit 0 is the word embedding, which
+/// both ends of the network use, 1 the other embeddings, 2 + l layer l, and the last one the head.
 [[nodiscard]] std::vector<Shape> shapes_of(const Config& config, Head head = Head::masked_lm);
 /// How many parameters and tensors each part has, as a table.
 [[nodiscard]] std::string describe(const Config& config, Head head);

@@ -222,18 +222,31 @@ void dropout(Real* x, std::size_t n, double rate, std::uint64_t key) {
   }
 }
 
-/// Near-normal numbers of this deviation within 3.5 deviations: sums of four uniform ones. A
-/// function of key and index.
-template <class T, class Real>
-void fill_normal(T* x, std::size_t n, Real deviation, std::uint64_t key) {
-  // A uniform number of 16 bits has the variance (2^32 - 1) / 12.
-  const Real scale = deviation / std::sqrt(Real(4) * Real(4294967295.0) / 12);
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::uint64_t bits = mix(key, i);
+/// Near-normal numbers of this deviation within 3.5 deviations: sums of four uniform ones. Each is
+/// a function of key and index.
+template <class Real>
+class NearNormal {
+ public:
+  NearNormal(Real deviation, std::uint64_t key)
+      // A uniform number of 16 bits has the variance (2^32 - 1) / 12.
+      : scale_(deviation / std::sqrt(Real(4) * Real(4294967295.0) / 12)), key_(key) {}
+
+  [[nodiscard]] Real operator[](std::size_t i) const {
+    const std::uint64_t bits = mix(key_, i);
     const auto sum = static_cast<std::int32_t>((bits & 0xffffU) + (bits >> 16 & 0xffffU) +
                                                (bits >> 32 & 0xffffU) + (bits >> 48));
-    x[i] = static_cast<T>(static_cast<Real>(sum - 131070) * scale);
+    return static_cast<Real>(sum - 131070) * scale_;
   }
+
+ private:
+  Real scale_;
+  std::uint64_t key_;
+};
+
+template <class T, class Real>
+void fill_normal(T* x, std::size_t n, Real deviation, std::uint64_t key) {
+  const NearNormal<Real> numbers(deviation, key);
+  for (std::size_t i = 0; i < n; ++i) x[i] = static_cast<T>(numbers[i]);
 }
 
 }  // namespace bert

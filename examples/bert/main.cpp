@@ -4,6 +4,7 @@
 //
 //     bert                                              the demo: mini, on the licence texts
 //     bert --model large --synthetic --steps 5          BERT-large, two ranks: 16 GB
+//     bert --stage all                                  gradients and parameters sharded, too
 //     mpirun -n 2 --bind-to none bert --communicator mpi    ranks that are processes
 //     bert --help
 #include <unistd.h>
@@ -173,32 +174,39 @@ std::string refusal_of(Act&& act) {
 /// A run and its spans, by rank, where they are asked for.
 struct Run {
   bert::RunReport report;
-  std::vector<bert::Recorder> recorders;
+  std::vector<bert::Recorder> recorders, traffic{};
 };
 
-Run train(const bert::Options& options, const Plan& plan, bert::Processes& processes,
-          bool sharded) {
+Run train(const bert::Options& options, const Plan& plan, bert::Processes& processes, int stage) {
   const bool over_mpi = options.communicator == bert::Ranks::mpi;
-  const bert::Combination& combination = *plan.combination;
+  const bert::Trainer& trainer = plan.combination->at(stage);
+  const std::string mode = bert::mode_of(options, stage);
   Run run;
-  bert::Job job{&options, plan.data.source.get(), &interrupted};
+  bert::Job job{&options, plan.data.source.get(), &interrupted, mode.c_str()};
   job.progress = [&](const bert::RunReport& report) { show_progress(options, report); };
   if (!options.trace.empty()) {
-    // Three spans a step, and three a bucket; there are about as many as the bytes make.
-    const std::size_t bytes = combination.estimate(options, sharded, 0).parameters;
-    const std::size_t spans = options.steps * (3 + 3 * (bytes / options.bucket_bytes + 2));
-    const int ranks = over_mpi ? 1 : options.ranks;
-    run.recorders.reserve(static_cast<std::size_t>(ranks));
-    for (int rank = 0; rank < ranks; ++rank) {
-      run.recorders.emplace_back(std::min<std::size_t>(spans, 1U << 20));
-    }
+    // Three spans a step, and three a bucket; there are about as many as the bytes make. At stage 3
+    // a unit starts a bucket, and one is gathered twice a step.
+    const std::size_t bytes = plan.combination->at(0).estimate(options, 0).parameters;
+    const std::size_t buckets =
+        bytes / options.bucket_bytes + 2 + (stage == 3 ? options.model.layers + 3 : 0);
+    const std::size_t spans =
+        std::min<std::size_t>(options.steps * (3 + 3 * buckets), std::size_t{1} << 20);
+    const std::size_t ranks = over_mpi ? 1 : static_cast<std::size_t>(options.ranks);
     job.recorders = &run.recorders;
+    if (stage > 1) job.traffic_recorders = &run.traffic;
+    for (std::vector<bert::Recorder>* of_ranks : {job.recorders, job.traffic_recorders}) {
+      if (of_ranks == nullptr) continue;
+      of_ranks->reserve(ranks);
+      for (std::size_t rank = 0; rank < ranks; ++rank) of_ranks->emplace_back(spans);
+    }
   }
-  run.report = over_mpi ? combination.train_over_mpi(job, sharded, processes.communicator())
-                        : combination.train(job, sharded);
+  run.report =
+      over_mpi ? trainer.train_over_mpi(job, processes.communicator()) : trainer.train(job);
   if (over_mpi && job.recorders != nullptr) processes.gather(run.recorders);
+  if (over_mpi && job.traffic_recorders != nullptr) processes.gather(run.traffic);
   for (int rank = 0; rank < options.ranks; ++rank) {
-    run.report.estimated.push_back(combination.estimate(options, sharded, rank));
+    run.report.estimated.push_back(trainer.estimate(options, rank));
   }
   return run;
 }
@@ -208,6 +216,9 @@ void write_trace(const std::filesystem::path& path, const std::vector<Run>& runs
   for (const Run& run : runs) {
     for (std::size_t r = 0; r < run.recorders.size(); ++r) {
       tracks.push_back({run.report.mode, "rank " + std::to_string(r), &run.recorders[r]});
+    }
+    for (std::size_t r = 0; r < run.traffic.size(); ++r) {
+      tracks.push_back({run.report.mode, "traffic of rank " + std::to_string(r), &run.traffic[r]});
     }
   }
   bert::write_trace(path, tracks);
@@ -250,8 +261,8 @@ int run(int argc, char** argv, bert::Processes& processes) {
   if (options.communicator == bert::Ranks::mpi) std::signal(SIGTERM, interrupt);
   std::vector<Run> runs;
   processes.agree(refusal_of([&] {
-    for (const bool sharded : bert::modes_of(options)) {
-      runs.push_back(train(options, *planned, processes, sharded));
+    for (const int stage : bert::stages_of(options)) {
+      runs.push_back(train(options, *planned, processes, stage));
       if (runs.back().report.interrupted) break;  // on all ranks, as they have agreed
     }
   }));
@@ -267,7 +278,7 @@ int run(int argc, char** argv, bert::Processes& processes) {
     }
   }
   if (last.interrupted) return 130;
-  return reports.size() == 2 && !bert::same_bits(reports[0], reports[1]) ? 1 : 0;
+  return bert::same_bits(reports) ? 0 : 1;
 }
 
 /// Ends a process by what not all share. Peers may be gone, and MPI_Finalize would wait for them.

@@ -6,6 +6,8 @@
 #include <zero/bfloat16.hpp>
 #include <zero/float16.hpp>
 
+#include "input_error.hpp"
+
 // OpenBLAS's own; another BLAS has no such function.
 extern "C" [[gnu::weak]] void openblas_set_num_threads(int threads);
 
@@ -73,24 +75,49 @@ Activations<Real>::Activations(const Config& config, const BatchSize& size, Memo
 }
 
 template <class T>
-Model<T>::Model(const Config& config, const BatchSize& size, std::uint64_t seed)
+InitialValues<T>::InitialValues(const std::vector<Shape>& shapes, std::uint64_t seed) {
+  starts_.reserve(shapes.size());
+  for (const Shape& shape : shapes) {
+    Start& start =
+        starts_.emplace_back(shape.name, Real(shape.name.ends_with("LayerNorm.weight") ? 1 : 0));
+    if (shape.decays) start.drawn.emplace(Real(0.02), mix(seed, starts_.size()));
+  }
+}
+
+template <class T>
+double InitialValues<T>::operator()(std::string_view name, std::size_t element) const {
+  if (starts_[last_].name != name) {
+    const auto found = std::find_if(starts_.begin(), starts_.end(),
+                                    [&](const Start& start) { return start.name == name; });
+    if (found == starts_.end()) {
+      throw InputError("the model has no parameter " + std::string(name));
+    }
+    last_ = static_cast<std::size_t>(found - starts_.begin());
+  }
+  return static_cast<double>(static_cast<Real>(starts_[last_].at(element)));
+}
+
+template <class T>
+void InitialValues<T>::fill(std::size_t i, T* values, std::size_t count) const {
+  for (std::size_t e = 0; e < count; ++e) values[e] = starts_[i].at(e);
+}
+
+template <class T>
+Model<T>::Model(const Config& config, const BatchSize& size, std::uint64_t seed, Owned owned)
     : config_(config), size_(size) {
   const std::vector<Shape> shapes = shapes_of(config);
+  const InitialValues<T> initial(shapes, seed);
   tensors_.reserve(shapes.size());
   for (const Shape& shape : shapes) {
-    Tensor<T>& tensor = tensors_.emplace_back(shape);
-    if (shape.decays) {
-      fill_normal(tensor.values.get(), tensor.size, Real(0.02), mix(seed, tensors_.size()));
-    } else if (shape.name.ends_with("LayerNorm.weight")) {
-      std::fill_n(tensor.values.get(), tensor.size, static_cast<T>(Real(1)));
-    }
+    Tensor<T>& tensor = tensors_.emplace_back(shape, owned);
+    if (owned.values) initial.fill(tensors_.size() - 1, tensor.values.get(), tensor.size);
   }
 }
 
 template <class T>
 std::size_t Model<T>::activation_bytes(const Config& config, const BatchSize& size) {
   Memory memory(Memory::Mode::count);
-  (void)WorkingCopy<T>(shapes_of(config), config.layers, memory);
+  (void)WorkingCopy<T>(shapes_of(config), memory);
   (void)Activations<Real>(config, size, memory);
   return memory.bytes();
 }
@@ -99,10 +126,11 @@ template <class T>
 auto Model<T>::forward(const Batch& batch, double dropout, std::uint64_t key) -> Real {
   if (!kept_) {
     Memory memory(Memory::Mode::allocate);
-    working_ = std::make_unique<WorkingCopy<T>>(shapes_of(config_), config_.layers, memory);
+    working_ = std::make_unique<WorkingCopy<T>>(shapes_of(config_), memory);
     kept_ = std::make_unique<Activations<Real>>(config_, size_, memory);
     kept_bytes_ = memory.bytes();
   }
+  leave_head();  // where no backward followed
   batch_ = &batch;
   dropout_ = dropout;
   dropout_key_ = key;
@@ -112,27 +140,56 @@ auto Model<T>::forward(const Batch& batch, double dropout, std::uint64_t key) ->
 }
 
 template <class T>
-void Model<T>::backward(Real loss_scale, const Ready& ready) {
-  const auto done = [&](std::size_t unit) {
-    working_->store(tensors_, unit);
-    if (ready) ready(working_->first(unit), working_->last(unit));
-  };
-  const std::size_t layers = config_.layers;
+void Model<T>::backward(Real loss_scale) {
   predict_backward(loss_scale);
-  done(2 + layers);
-  for (std::size_t l = layers; l-- > 0;) {
-    backward_layer(l);
-    done(2 + l);
-  }
+  leave_head();
+  for (std::size_t l = config_.layers; l-- > 0;) backward_layer(l);
   embed_backward();
-  done(1);
-  done(0);
+}
+
+template <class T>
+void Model<T>::enter(std::size_t unit) {
+  if (keeper_ != nullptr) keeper_->acquire(static_cast<int>(unit));
+  working_->load(tensors_, unit);
+  if (WorkingCopy<T>::converts && keeper_ != nullptr) keeper_->release(static_cast<int>(unit));
+}
+
+template <class T>
+void Model<T>::leave(std::size_t unit) {
+  if (!WorkingCopy<T>::converts && keeper_ != nullptr) keeper_->release(static_cast<int>(unit));
+}
+
+template <class T>
+void Model<T>::leave_head() {
+  if (!head_in_use_) return;
+  head_in_use_ = false;
+  leave(head_unit());
+  leave(0);
+}
+
+template <class T>
+auto Model<T>::gradient(std::size_t i) -> Real* {
+  if constexpr (WorkingCopy<T>::converts) {
+    return working_->gradient(i);
+  } else {
+    return keeper_ != nullptr ? keeper_->gradient(i) : tensors_[i].gradient.get();
+  }
+}
+
+template <class T>
+void Model<T>::done(std::size_t i) {
+  if constexpr (WorkingCopy<T>::converts) {
+    const Real* from = working_->gradient(i);
+    T* to = keeper_ != nullptr ? keeper_->gradient(i) : tensors_[i].gradient.get();
+    std::transform(from, from + tensors_[i].size, to, [](Real x) { return static_cast<T>(x); });
+  }
+  if (keeper_ != nullptr) keeper_->complete(i);
 }
 
 template <class T>
 void Model<T>::embed() {
-  working_->load(tensors_, 0);
-  working_->load(tensors_, 1);
+  enter(0);
+  enter(1);
   const std::size_t hidden = config_.hidden;
   const Real *words = weight(0), *positions = weight(position), *segments = weight(segment);
   for (std::size_t t = 0; t < size_.tokens(); ++t) {
@@ -145,20 +202,25 @@ void Model<T>::embed() {
   Real* rows = kept_->embedding_normalised.get();
   layer_norm(rows, size_.tokens(), hidden, weight(embedding_scale), weight(embedding_shift), rows,
              kept_->embedding_deviation.get(), kept_->embedding_output.get());
+  leave(1);
+  leave(0);
   bert::dropout(kept_->embedding_output.get(), size_.tokens() * hidden, dropout_,
                 key_of(0, of_embedding));
 }
 
 template <class T>
 void Model<T>::embed_backward() {
-  working_->load(tensors_, 1);
+  enter(1);
   const std::size_t hidden = config_.hidden;
   Real* rows = kept_->gradient.get();
   bert::dropout(rows, size_.tokens() * hidden, dropout_, key_of(0, of_embedding));
   layer_norm_backward(kept_->embedding_normalised.get(), kept_->embedding_deviation.get(),
                       size_.tokens(), hidden, weight(embedding_scale), gradient(embedding_scale),
                       gradient(embedding_shift), rows);
-  Real *words = gradient(0), *positions = gradient(position), *segments = gradient(segment);
+  leave(1);
+  done(embedding_shift);
+  done(embedding_scale);
+  Real *words = word_gradient_, *positions = gradient(position), *segments = gradient(segment);
   std::fill_n(positions, config_.positions * hidden, Real(0));
   std::fill_n(segments, config_.segments * hidden, Real(0));
   // The word embedding's gradient is added to: the decoder, which is tied to it, has written it.
@@ -173,11 +235,14 @@ void Model<T>::embed_backward() {
       part[i] += row[i];
     }
   }
+  done(segment);
+  done(position);
+  done(0);
 }
 
 template <class T>
 void Model<T>::forward_layer(std::size_t layer) {
-  working_->load(tensors_, 2 + layer);
+  enter(2 + layer);
   const std::size_t first = working_->first(2 + layer);
   const std::size_t tokens = size_.tokens(), hidden = config_.hidden, all = tokens * hidden;
   const auto of = [&](std::size_t tensor) { return weight(first + tensor); };
@@ -210,15 +275,20 @@ void Model<T>::forward_layer(std::size_t layer) {
   for (std::size_t i = 0; i < all; ++i) sum[i] += middle[i];
   layer_norm(sum, tokens, hidden, of(output_scale), of(output_shift), sum,
              kept.output_deviation.get(), kept.output.get());
+  leave(2 + layer);
 }
 
 template <class T>
 void Model<T>::backward_layer(std::size_t layer) {
-  working_->load(tensors_, 2 + layer);
+  enter(2 + layer);
   const std::size_t first = working_->first(2 + layer);
   const std::size_t tokens = size_.tokens(), hidden = config_.hidden, all = tokens * hidden;
   const auto of = [&](std::size_t tensor) { return weight(first + tensor); };
   const auto to = [&](std::size_t tensor) { return gradient(first + tensor); };
+  const auto pair_done = [&](std::size_t tensor) {  // a weight and its bias, or scale and shift
+    done(first + tensor + 1);
+    done(first + tensor);
+  };
   const Layer& kept = kept_->layers[layer];
   // A sum's gradient goes two ways: `straight` past the branch, and `branch` back through it.
   Real* branch = kept_->gradient.get();
@@ -226,33 +296,40 @@ void Model<T>::backward_layer(std::size_t layer) {
 
   layer_norm_backward(kept.output_normalised.get(), kept.output_deviation.get(), tokens, hidden,
                       of(output_scale), to(output_scale), to(output_shift), branch);
+  pair_done(output_scale);
   std::copy_n(branch, all, straight);
   bert::dropout(branch, all, dropout_, key_of(layer + 1, of_output));
   Real* wide = kept_->intermediate.get();
   products_.linear_backward(tokens, config_.intermediate, hidden, kept.activated.get(), of(output),
                             branch, to(output), to(output_bias), wide, false);
+  pair_done(output);
   gelu_backward(kept.intermediate.get(), tokens * config_.intermediate, wide);
   products_.linear_backward(tokens, hidden, config_.intermediate, kept.attention_output.get(),
                             of(intermediate), wide, to(intermediate), to(intermediate_bias),
                             straight, true);
+  pair_done(intermediate);
 
   std::swap(branch, straight);
   layer_norm_backward(kept.attention_normalised.get(), kept.attention_deviation.get(), tokens,
                       hidden, of(attention_scale), to(attention_scale), to(attention_shift),
                       branch);
+  pair_done(attention_scale);
   std::copy_n(branch, all, straight);
   bert::dropout(branch, all, dropout_, key_of(layer + 1, of_attention));
   products_.linear_backward(tokens, hidden, hidden, kept.context.get(), of(attention_dense), branch,
                             to(attention_dense), to(attention_bias), kept_->context.get(), false);
+  pair_done(attention_dense);
   attend_backward(kept, layer);
   const Real* input = input_of(layer);
   const auto project = [&](std::size_t tensor, const std::shared_ptr<Real>& from) {
     products_.linear_backward(tokens, hidden, hidden, input, of(tensor), from.get(), to(tensor),
                               to(tensor + 1), straight, true);
+    pair_done(tensor);
   };
   project(query, kept_->query);
   project(key, kept_->key);
   project(value, kept_->value);
+  leave(2 + layer);
   // `straight` is the first array again, where the layer below looks for its gradient.
 }
 
@@ -313,8 +390,12 @@ void Model<T>::attend_backward(const Layer& kept, std::size_t layer) {
 
 template <class T>
 auto Model<T>::predict() -> Real {
-  const std::size_t unit = 2 + config_.layers, first = working_->first(unit);
-  working_->load(tensors_, unit);
+  const std::size_t unit = head_unit(), first = working_->first(unit);
+  // The decoder is the word embedding, of which a copy is still loaded. Both stay until backward
+  // has used them, which comes next.
+  if (!WorkingCopy<T>::converts) enter(0);
+  enter(unit);
+  head_in_use_ = true;
   const std::size_t rows = size_.places(), hidden = config_.hidden;
   const std::size_t vocabulary = config_.vocabulary;
   Real* input = kept_->head_input.get();
@@ -344,7 +425,7 @@ auto Model<T>::predict() -> Real {
 
 template <class T>
 void Model<T>::predict_backward(Real loss_scale) {
-  const std::size_t unit = 2 + config_.layers, first = working_->first(unit);
+  const std::size_t first = working_->first(head_unit());
   const std::size_t rows = size_.places(), hidden = config_.hidden;
   const std::size_t vocabulary = config_.vocabulary;
   Real* logits = kept_->logits.get();
@@ -356,15 +437,21 @@ void Model<T>::predict_backward(Real loss_scale) {
     for (std::size_t i = 0; i < vocabulary; ++i) row[i] *= factor;
   }
   Real* rows_gradient = kept_->head.get();
+  word_gradient_ = gradient(0);
   products_.linear_backward(rows, hidden, vocabulary, kept_->head_output.get(), weight(0), logits,
-                            gradient(0), gradient(first + decoder_bias), rows_gradient, false);
+                            word_gradient_, gradient(first + decoder_bias), rows_gradient, false);
+  done(first + decoder_bias);
   layer_norm_backward(kept_->head_normalised.get(), kept_->head_deviation.get(), rows, hidden,
                       weight(first + head_scale), gradient(first + head_scale),
                       gradient(first + head_shift), rows_gradient);
+  done(first + head_shift);
+  done(first + head_scale);
   gelu_backward(kept_->head_dense.get(), rows * hidden, rows_gradient);
   products_.linear_backward(rows, hidden, hidden, kept_->head_input.get(), weight(first + dense),
                             rows_gradient, gradient(first + dense), gradient(first + dense_bias),
                             kept_->places.get(), false);
+  done(first + dense_bias);
+  done(first + dense);
   Real* all = kept_->gradient.get();
   std::fill_n(all, size_.tokens() * hidden, Real(0));
   for (std::size_t r = 0; r < rows; ++r) {
@@ -383,6 +470,10 @@ auto Model<T>::weights_of_batch() const -> Real {
   return sum;
 }
 
+template class InitialValues<float>;
+template class InitialValues<double>;
+template class InitialValues<zero::bfloat16>;
+template class InitialValues<zero::float16>;
 template class Model<float>;
 template class Model<double>;
 template class Model<zero::bfloat16>;

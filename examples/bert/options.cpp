@@ -21,7 +21,7 @@ void require(bool holds, const std::string& sentence) {
 
 std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   Options options;
-  std::string model = "mini", mode = "compare", communicator = "in-process";
+  std::string model = "mini", mode = "compare", communicator = "in-process", stage = "1";
   double bucket_mib = static_cast<double>(options.bucket_bytes) / (1 << 20);
   // Signed, so that what is below 0 is seen.
   std::int64_t ranks = options.ranks, batch = static_cast<std::int64_t>(options.batch),
@@ -47,6 +47,11 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
       ->capture_default_str();
   app.add_option("--mode", mode, "replicated, sharded, or compare: one after the other")
       ->capture_default_str();
+  CLI::Option* stage_given =
+      app.add_option("--stage", stage,
+                     "what is sharded: 1, the optimizer's state; 2, gradients too; 3, parameters "
+                     "too; all: one after the other")
+          ->capture_default_str();
   app.add_option("--optimizer", options.optimizer, "adam, adamw, sgd, lion or lamb")
       ->capture_default_str();
   app.add_option("--partition", options.partition, "contiguous or balanced");
@@ -78,8 +83,8 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   app.add_option("--trace", options.trace, "write a trace there, for ui.perfetto.dev");
   app.add_flag("--describe", options.describe, "only print what the model is made of");
   app.footer(
-      "Not every optimizer was compiled for every combination of --precision, --partition and "
-      "--bucket-view; what there is, the message says that refuses another.");
+      "Not every optimizer was compiled for every combination of --precision, --partition, "
+      "--bucket-view and --stage; what there is, the message says that refuses another.");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -97,6 +102,16 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
     require(mode == "compare",
             "--mode " + mode + ": there is no such mode; there are replicated, sharded, compare");
   }
+  if (stage == "all") {
+    options.stages = {1, 2, 3};
+  } else {
+    require(
+        stage == "1" || stage == "2" || stage == "3",
+        "--stage " + stage + ": there is no such stage; there are 1, 2, 3, and all of them: all");
+    options.stages = {stage.front() - '0'};
+  }
+  require(options.mode != Mode::replicated || stage_given->count() == 0,
+          "--stage " + stage + ": --mode replicated shards nothing; take sharded or compare");
   options.communicator = communicator == "mpi" ? Ranks::mpi : Ranks::in_process;
   require(communicator == "mpi" || communicator == "in-process",
           "--communicator " + communicator +

@@ -30,6 +30,7 @@ struct Options {
   /// How long a rank waits for another: where they take turns on few processors, for a whole step.
   std::chrono::seconds timeout{3600};
   Mode mode = Mode::compare;
+  std::vector<int> stages{1};  ///< those that are trained where the mode shards
   std::string optimizer = "adam";
   std::string partition;  ///< empty: what the optimizer works best with
   std::string bucket_view = "param";

@@ -32,7 +32,11 @@ int launched_processes() {
 #if BERT_MPI
 
 struct Processes::Mpi {
-  Mpi() { MPI_Init(nullptr, nullptr); }
+  Mpi() {
+    // Stages 2 and 3 communicate from several threads; where MPI can't, they say so.
+    int provided = 0;
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided);
+  }
   Mpi(const Mpi&) = delete;
   Mpi& operator=(const Mpi&) = delete;
   ~Mpi() {

@@ -31,21 +31,25 @@ std::string formatted(const char* format, ...) {
   return line;
 }
 
-constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 5> memory_parts{
+constexpr std::array<std::pair<const char*, std::size_t RankMemory::*>, 7> memory_parts{
     {{"parameters", &RankMemory::parameters},
      {"gradients", &RankMemory::gradients},
      {"state", &RankMemory::state},
      {"buckets", &RankMemory::buckets},
+     {"pool", &RankMemory::pool},
+     {"gathered", &RankMemory::gathered},
      {"activations", &RankMemory::activations}}};
 
-constexpr std::array<std::pair<const char*, double StepTime::*>, 7> time_parts{
+constexpr std::array<std::pair<const char*, double StepTime::*>, 9> time_parts{
     {{"forward", &StepTime::forward},
      {"backward", &StepTime::backward},
      {"wait", &StepTime::wait},
      {"reduce", &StepTime::reduce},
      {"update", &StepTime::update},
      {"gather", &StepTime::gather},
-     {"step", &StepTime::step}}};
+     {"step", &StepTime::step},
+     {"traffic", &StepTime::traffic},
+     {"exposed", &StepTime::exposed}}};
 
 double ratio(double a, double b) { return b == 0 ? 1 : a / b; }
 double ratio(std::size_t a, std::size_t b) {
@@ -74,7 +78,7 @@ std::string process_line(const RunReport& run) {
       megabytes(*seen.built), megabytes(*seen.after));
   if (seen.peak) text += formatted(", peak %.1f", megabytes(peak_of(seen)));
   std::size_t estimated = 0;
-  for (const RankMemory& m : run.estimated) estimated += m.model_state();
+  for (const RankMemory& m : run.estimated) estimated += m.built();
   if (estimated > 0 && *seen.built >= *seen.before) {
     text += formatted("\n  built: grown by %.1f, estimated before %.1f: ratio %.4f",
                       megabytes(*seen.built - *seen.before), megabytes(estimated),
@@ -96,8 +100,7 @@ std::string process_table(const RunReport& run) {
     text += formatted("  %4zu  %11lld", r, static_cast<long long>(process.id));
     if (seen.before && seen.built && seen.after) {
       const double grown = megabytes(*seen.built) - megabytes(*seen.before);
-      const double estimated =
-          r < run.estimated.size() ? megabytes(run.estimated[r].model_state()) : 0;
+      const double estimated = r < run.estimated.size() ? megabytes(run.estimated[r].built()) : 0;
       text += formatted(" %10.1f %10.1f %10.1f %10.1f  %.4f %10.1f", megabytes(*seen.before),
                         megabytes(*seen.built), grown, estimated, ratio(grown, estimated),
                         megabytes(*seen.after));
@@ -111,16 +114,23 @@ std::string process_table(const RunReport& run) {
 std::string memory_table(const RunReport& run) {
   std::string text = run.mode + ", bytes per rank\n";
   text +=
-      "  rank  parameters    gradients  optimizer state     buckets  activations          sum\n";
+      "  rank  parameters    gradients  optimizer state     buckets        pool    gathered"
+      "  activations          sum\n";
   for (std::size_t r = 0; r < run.memory.size(); ++r) {
     const RankMemory& m = run.memory[r];
-    text += formatted("  %4zu %11zu  %11zu      %11zu %11zu  %11zu  %11zu\n", r, m.parameters,
-                      m.gradients, m.state, m.buckets, m.activations, m.total());
+    text += formatted("  %4zu %11zu  %11zu      %11zu %11zu %11zu %11zu  %11zu  %11zu\n", r,
+                      m.parameters, m.gradients, m.state, m.buckets, m.pool, m.gathered,
+                      m.activations, m.total());
   }
   const bool share_memory = run.processes.size() == 1;
   text += formatted(
       "  buckets: what views and traffic add: padding, and sums that ranks keep for each other%s\n",
       share_memory ? "" : ", and\n  buckets on their way");
+  if (run.stage > 1) {
+    text +=
+        formatted("  the most that came and went: pool: of gradients before they are reduced%s\n",
+                  run.stage > 2 ? "; gathered: of units" : "");
+  }
   return text + (share_memory ? process_line(run) : process_table(run));
 }
 
@@ -128,37 +138,68 @@ std::string time_table(const std::vector<RunReport>& runs) {
   std::string text = "ms per step: of each column the median, without the first step";
   text += "\n             rank";
   for (const auto& [name, part] : time_parts) text += formatted("  %9s", name);
-  text += "  products\n";
+  text += "     hidden  products\n";
   for (const RunReport& run : runs) {
     for (std::size_t r = 0; r < run.time.size(); ++r) {
       const StepTime& t = run.time[r];
       text += formatted("  %-10s %4zu", run.mode.c_str(), r);
       for (const auto& [name, part] : time_parts) text += formatted("  %9.2f", 1e3 * t.*part);
-      text += formatted("     %4.1f%%\n", 100 * ratio(t.products, t.step));
+      text +=
+          formatted("     %5.1f%%    %5.1f%%\n", 100 * t.hidden(), 100 * ratio(t.products, t.step));
     }
   }
   text +=
       "  wait: for slower ranks and to agree; reduce: 0 where sums are taken as part of the "
       "update;\n"
-      "  products: share of the step spent in matrix products\n";
+      "  traffic: in which gradients or values were on their way, exposed: of it waited for, in\n"
+      "  forward and backward too, hidden: the share that was not; products: share of the step\n"
+      "  spent in matrix products\n";
   return text;
 }
 
-std::string comparison(const RunReport& replicated, const RunReport& sharded) {
-  const RankMemory &before = fullest(replicated), &after = fullest(sharded);
-  std::string text = formatted("%-42s %14s %14s  ratio\n", "side by side", "replicated", "sharded");
-  const auto bytes = [&](const char* name, std::size_t a, std::size_t b) {
-    text += formatted("  %-40s %14zu %14zu  %.3f\n", name, a, b, ratio(b, a));
-  };
-  const auto milliseconds = [&](const char* name, double a, double b) {
-    text += formatted("  %-40s %14.2f %14.2f  %.3f\n", name, 1e3 * a, 1e3 * b, ratio(b, a));
-  };
-  bytes("optimizer state, bytes per rank", before.state, after.state);
-  bytes("all but activations, bytes per rank", before.model_state(), after.model_state());
-  bytes("all, bytes per rank", before.total(), after.total());
-  const StepTime &slow = replicated.slowest(), &fast = sharded.slowest();
-  milliseconds("reduce + update + gather, ms", slow.optimizer(), fast.optimizer());
-  milliseconds("step, ms", slow.step, fast.step);
+/// The most that a process had, which is all ranks where they are threads.
+std::string peak_text(const RunReport& run) {
+  std::uint64_t most = 0;
+  for (const Process& process : run.processes) {
+    if (!process.resident.peak || !process.resident.after) return "?";
+    most = std::max(most, peak_of(process.resident));
+  }
+  return formatted("%.1f", megabytes(most));
+}
+
+/// A row a run, of what its fullest rank keeps and its slowest takes.
+std::string comparison(const std::vector<RunReport>& runs) {
+  const RankMemory& first = fullest(runs.front());
+  std::string text =
+      "side by side, MB of the fullest rank; estimated: before the run; peak: of the process\n"
+      "              parameters  gradients  optimizer state    buckets       pool   gathered  all "
+      "but "
+      "activations  ratio  estimated       peak\n";
+  for (const RunReport& run : runs) {
+    const RankMemory& m = fullest(run);
+    std::size_t estimated = 0;
+    for (const RankMemory& rank : run.estimated) {
+      estimated = std::max(estimated, rank.model_state());
+    }
+    text += formatted(
+        "  %-10s  %10.1f %10.1f       %10.1f %10.1f %10.1f %10.1f           %10.1f  %.3f",
+        run.mode.c_str(), megabytes(m.parameters), megabytes(m.gradients), megabytes(m.state),
+        megabytes(m.buckets), megabytes(m.pool), megabytes(m.gathered), megabytes(m.model_state()),
+        ratio(m.model_state(), first.model_state()));
+    text += formatted(" %10.1f %10s\n", megabytes(estimated), peak_text(run).c_str());
+  }
+  text +=
+      "side by side, ms of the slowest rank\n              reduce + update + gather  ratio"
+      "       step  ratio    traffic    exposed   hidden\n";
+  const StepTime& before = runs.front().slowest();
+  for (const RunReport& run : runs) {
+    const StepTime& t = run.slowest();
+    text +=
+        formatted("  %-10s                %10.2f  %.3f %10.2f  %.3f %10.2f %10.2f   %5.1f%%\n",
+                  run.mode.c_str(), 1e3 * t.optimizer(), ratio(t.optimizer(), before.optimizer()),
+                  1e3 * t.step, ratio(t.step, before.step), 1e3 * t.traffic, 1e3 * t.exposed,
+                  100 * t.hidden());
+  }
   return text;
 }
 
@@ -170,12 +211,13 @@ std::string ending(const std::vector<RunReport>& runs) {
   std::string text = formatted("loss: %.4f in the first step, %.4f in the last %zu (mean)\n",
                                static_cast<double>(losses.front()),
                                static_cast<double>(sum) / static_cast<double>(last), last);
-  if (runs.size() == 2 && runs[0].losses.size() != runs[1].losses.size()) {
+  const RunReport& shortest = runs.back();  // if any was interrupted
+  if (runs.front().losses.size() != shortest.losses.size()) {
     return text + formatted(
                       "losses and parameters: not compared, since the %s run ended after "
                       "%zu steps and the %s one after %zu\n",
-                      runs[0].mode.c_str(), runs[0].losses.size(), runs[1].mode.c_str(),
-                      runs[1].losses.size());
+                      runs.front().mode.c_str(), runs.front().losses.size(), shortest.mode.c_str(),
+                      shortest.losses.size());
   }
   const auto finite = [](float loss) { return std::isfinite(loss); };
   const auto lost = std::find_if_not(losses.begin(), losses.end(), finite);
@@ -186,9 +228,7 @@ std::string ending(const std::vector<RunReport>& runs) {
         static_cast<std::size_t>(lost - losses.begin()) + 1);
   }
   text += "losses and parameters: ";
-  if (runs.size() == 2) {
-    text += same_bits(runs[0], runs[1]) ? "the same, bit for bit; " : "DIFFERENT; ";
-  }
+  if (runs.size() > 1) text += same_bits(runs) ? "the same, bit for bit; " : "DIFFERENT; ";
   text += "hash of the parameters";
   for (const RunReport& run : runs) {
     text += formatted(" %016llx", static_cast<unsigned long long>(run.hash));
@@ -201,6 +241,11 @@ std::string ending(const std::vector<RunReport>& runs) {
 bool same_bits(const RunReport& a, const RunReport& b) {
   return a.hash == b.hash && a.losses.size() == b.losses.size() &&
          std::memcmp(a.losses.data(), b.losses.data(), a.losses.size() * sizeof(float)) == 0;
+}
+
+bool same_bits(const std::vector<RunReport>& runs) {
+  return std::all_of(runs.begin(), runs.end(),
+                     [&](const RunReport& run) { return same_bits(runs.front(), run); });
 }
 
 std::string tables(const Options& options, const std::vector<RunReport>& runs) {
@@ -220,8 +265,8 @@ std::string tables(const Options& options, const std::vector<RunReport>& runs) {
                       options.ranks, cores);
   }
   text += "\n";
-  if (runs.size() == 2 && runs[0].losses.size() == runs[1].losses.size()) {
-    text += comparison(runs[0], runs[1]);
+  if (runs.size() > 1 && runs.front().losses.size() == runs.back().losses.size()) {
+    text += comparison(runs);
   }
   return text + ending(runs);
 }
@@ -268,6 +313,7 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     nlohmann::ordered_json seconds;
     for (const auto& [name, part] : time_parts) seconds[name] = time.*part;
     seconds["products"] = time.products;
+    seconds["hidden"] = time.hidden();
     return seconds;
   };
   const auto memory_of = [](const RankMemory& memory) {
@@ -279,7 +325,7 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     return bytes ? nlohmann::ordered_json(*bytes) : nlohmann::ordered_json();
   };
   for (const RunReport& run : runs) {
-    nlohmann::ordered_json mode{{"mode", run.mode}};
+    nlohmann::ordered_json mode{{"mode", run.mode}, {"stage", run.stage}};
     for (const RankMemory& rank : run.memory) mode["memory"].push_back(memory_of(rank));
     for (const RankMemory& rank : run.estimated) mode["estimated"].push_back(memory_of(rank));
     for (const Process& process : run.processes) {
@@ -297,6 +343,7 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     }
     mode["seconds"] = times_of(run.slowest());
     for (const StepTime& rank : run.time) mode["seconds_by_rank"].push_back(times_of(rank));
+    if (!run.sent.empty()) mode["sent_bytes_by_rank"] = run.sent;
     mode["losses"] = run.losses;
     if (!run.norms.empty()) mode["norms"] = run.norms;
     mode["skipped"] = run.skipped;
@@ -304,8 +351,8 @@ void write_json(const Options& options, const std::vector<RunReport>& runs) {
     mode["hash"] = formatted("%016llx", static_cast<unsigned long long>(run.hash));
     all["modes"].push_back(std::move(mode));
   }
-  if (runs.size() == 2 && runs[0].losses.size() == runs[1].losses.size()) {
-    all["same_bits"] = same_bits(runs[0], runs[1]);
+  if (runs.size() > 1 && runs.front().losses.size() == runs.back().losses.size()) {
+    all["same_bits"] = same_bits(runs);
   }
   std::ofstream file(options.json);
   // A loss may be NaN, which JSON has no number for: it is written as null.

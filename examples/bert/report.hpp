@@ -14,6 +14,8 @@ namespace bert {
 [[nodiscard]] std::string tables(const Options& options, const std::vector<RunReport>& runs);
 /// Whether both runs went the same number of steps, with the same losses and parameters.
 [[nodiscard]] bool same_bits(const RunReport& a, const RunReport& b);
+/// Whether all did.
+[[nodiscard]] bool same_bits(const std::vector<RunReport>& runs);
 /// Throws `InputError` where the file can't be written.
 void write_json(const Options& options, const std::vector<RunReport>& runs);
 

@@ -43,9 +43,16 @@ class StepClock {
     now_.*part += seconds_between(begin, end);
     if (recorder_ != nullptr) recorder_->add(name, begin, end);
   }
+  /// Seconds that traffic took and those that it was waited for, where it has threads of its own.
+  void traffic(double took, double exposed) {
+    now_.traffic = took;
+    now_.exposed = exposed;
+  }
+  void add_seconds(double StepTime::* part, double seconds) { now_.*part += seconds; }
   void end(double products) {
     now_.products += products;
     now_.step = seconds_between(started_, Clock::now());
+    if (now_.traffic == 0) now_.traffic = now_.exposed = now_.reduce + now_.gather;
     // In `step()` ranks wait for each other too.
     now_.wait = std::max(0.0, now_.step - now_.forward - now_.backward - now_.optimizer());
     steps_.push_back(now_);
@@ -60,7 +67,8 @@ class StepClock {
     std::vector<double> numbers(steps.size());
     for (double StepTime::* part :
          {&StepTime::forward, &StepTime::backward, &StepTime::products, &StepTime::wait,
-          &StepTime::reduce, &StepTime::update, &StepTime::gather, &StepTime::step}) {
+          &StepTime::reduce, &StepTime::update, &StepTime::gather, &StepTime::traffic,
+          &StepTime::exposed, &StepTime::step}) {
       std::transform(steps.begin(), steps.end(), numbers.begin(),
                      [part](const StepTime& step) { return step.*part; });
       std::sort(numbers.begin(), numbers.end());
@@ -80,17 +88,32 @@ class StepClock {
 class StepObserver {
  public:
   explicit StepObserver(StepClock& clock) : clock_(&clock) {}
-  void begin(const zero::Event&) { begin_ = Clock::now(); }
+  /// Of an optimizer whose traffic has threads of its own: it is recorded, where there is a
+  /// recorder, and is no part of the step.
+  StepObserver(StepClock& clock, Recorder* traffic)
+      : clock_(&clock), traffic_(traffic), beside_(true) {}
+
+  void begin(const zero::Event& event) { begin_[phase_of(event)] = Clock::now(); }
   void end(const zero::Event& event) {
     static constexpr std::array names{"reduce", "update", "gather"};
     static constexpr std::array parts{&StepTime::reduce, &StepTime::update, &StepTime::gather};
-    const auto phase = static_cast<std::size_t>(event.phase);
-    clock_->add(parts[phase], names[phase], begin_, Clock::now());
+    const std::size_t phase = phase_of(event);
+    if (!beside_ || event.phase == zero::Phase::update) {
+      clock_->add(parts[phase], names[phase], begin_[phase], Clock::now());
+    } else if (traffic_ != nullptr) {
+      traffic_->add(names[phase], begin_[phase], Clock::now());
+    }
   }
 
  private:
+  static std::size_t phase_of(const zero::Event& event) {
+    return static_cast<std::size_t>(event.phase);
+  }
+
   StepClock* clock_;
-  Clock::time_point begin_{};
+  Recorder* traffic_ = nullptr;
+  bool beside_ = false;
+  std::array<Clock::time_point, 3> begin_{};  ///< by phase: each has one thread
 };
 static_assert(zero::Observer<StepObserver>);
 

@@ -16,18 +16,25 @@
 namespace bert {
 
 [[nodiscard]] inline std::size_t group_of(const Shape& shape) { return shape.decays ? 0 : 1; }
+[[nodiscard]] inline zero::Attributes attributes_of(const Shape& shape, bool in_units) {
+  return {.unit = in_units ? shape.unit : 0};
+}
 
 /// One tensor, as zero asks for it. An adapter is a pointer: it is made anew whenever it is asked
 /// for.
-template <class T>
+/// @tparam in_units whether units come and go, so that a bucket must not hold parts of two
+template <class T, bool in_units>
 struct Parameter {
   Tensor<T>* tensor;
   [[nodiscard]] const std::string& name() const { return tensor->shape.name; }
   [[nodiscard]] std::span<const std::size_t> shape() const { return tensor->shape.extents; }
-  [[nodiscard]] std::span<T> values() const { return {tensor->values.get(), tensor->size}; }
-  [[nodiscard]] std::span<T> gradient() const { return {tensor->gradient.get(), tensor->size}; }
+  [[nodiscard]] std::span<T> values() const { return span_of(tensor->values); }
+  [[nodiscard]] std::span<T> gradient() const { return span_of(tensor->gradient); }
   /// Which of the optimizer's options apply: those with weight decay, or those without.
   [[nodiscard]] std::size_t group() const { return group_of(tensor->shape); }
+  [[nodiscard]] zero::Attributes attributes() const {
+    return attributes_of(tensor->shape, in_units);
+  }
   /// From now on the memory is a part of a bucket, which lives as long as somebody holds `owner`.
   void rebind(std::span<T> values, std::shared_ptr<const void> owner) const {
     tensor->values = std::shared_ptr<T>(std::move(owner), values.data());
@@ -35,12 +42,19 @@ struct Parameter {
   void rebind_gradient(std::span<T> gradient, std::shared_ptr<const void> owner) const {
     tensor->gradient = std::shared_ptr<T>(std::move(owner), gradient.data());
   }
+
+ private:
+  /// Empty where a tensor has no memory.
+  [[nodiscard]] std::span<T> span_of(const std::shared_ptr<T>& memory) const {
+    return {memory.get(), memory ? tensor->size : 0};
+  }
 };
 
 /// The optimizer that gets it keeps a reference: it must outlive that, as the tensors must.
-template <class T>
+template <bool in_units, class T>
 [[nodiscard]] auto store_of(std::vector<Tensor<T>>& tensors) {
-  return tensors | std::views::transform([](Tensor<T>& tensor) { return Parameter<T>{&tensor}; });
+  return tensors |
+         std::views::transform([](Tensor<T>& tensor) { return Parameter<T, in_units>{&tensor}; });
 }
 
 }  // namespace bert

@@ -18,15 +18,21 @@ namespace bert {
 template <class T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+/// What tensors are allocated with; of the rest others take care.
+struct Owned {
+  bool values = true;
+  bool gradients = true;
+};
+
 /// A parameter and its gradient, stored as `T`. It counts references to its memory, which may be
-/// anyone's.
+/// anyone's, or nobody's yet.
 template <class T>
 struct Tensor {
-  explicit Tensor(Shape described)
+  explicit Tensor(Shape described, Owned owned = {})
       : shape(std::move(described)),
         size(shape.elements()),
-        values(make_array<T>(size)),
-        gradient(make_array<T>(size)) {}
+        values(owned.values ? make_array<T>(size) : nullptr),
+        gradient(owned.gradients ? make_array<T>(size) : nullptr) {}
 
   Shape shape;
   std::size_t size;

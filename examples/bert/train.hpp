@@ -25,6 +25,7 @@
 #include <zero/comm/mpi.hpp>
 #endif
 
+#include "keeper.hpp"
 #include "kernels.hpp"
 #include "model.hpp"
 #include "process_memory.hpp"
@@ -47,10 +48,14 @@ inline double schedule(const Options& options, std::size_t step) {
               options.steps - std::min(options.warmup, options.steps - 1));
 }
 
+/// Of all values, in order, whoever keeps them.
 template <class T>
-std::uint64_t hash_of(const std::vector<Tensor<T>>& tensors) {
+std::uint64_t hash_of(const std::vector<Tensor<T>>& tensors, Keeper<T>& keeper) {
   std::uint64_t hash = 0;
-  for (const Tensor<T>& tensor : tensors) {
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    const Tensor<T>& tensor = tensors[t];
+    const int unit = tensor.shape.unit;
+    if (t == 0 || tensors[t - 1].shape.unit != unit) keeper.acquire(unit);
     const auto* bytes = reinterpret_cast<const unsigned char*>(tensor.values.get());
     const std::size_t size = tensor.size * sizeof(T);
     for (std::size_t i = 0; i < size; i += sizeof(std::uint64_t)) {
@@ -58,6 +63,7 @@ std::uint64_t hash_of(const std::vector<Tensor<T>>& tensors) {
       std::memcpy(&word, bytes + i, std::min(sizeof word, size - i));
       hash = mix(hash, word);
     }
+    if (t + 1 == tensors.size() || tensors[t + 1].shape.unit != unit) keeper.release(unit);
   }
   return hash;
 }
@@ -73,18 +79,51 @@ zero::Groups<Opt> groups_of(const Options& options) {
   return zero::Groups<Opt>{decaying, other};
 }
 
-/// What of a report is not the moved parameters and gradients themselves.
-template <class View>
+/// Of a rank's shapes, as zero asks for them.
+struct Shapes {
+  std::vector<zero::ParamShape> shapes{};
+  std::size_t elements = 0;
+
+  Shapes(const Config& config, bool in_units) {
+    for (const Shape& shape : shapes_of(config)) {
+      shapes.push_back({.shape = shape.extents,
+                        .name = shape.name,
+                        .attributes = attributes_of(shape, in_units),
+                        .group = group_of(shape)});
+      elements += shape.elements();
+    }
+  }
+};
+
+/// What a rank keeps, of which the optimizer's report tells a part.
+/// @param value_bytes of all parameters, of which the optimizer may have moved some or all
+template <class View, class Stage>
 RankMemory memory_of(std::size_t value_bytes, const zero::MemoryReport& report,
                      std::size_t activations) {
+  const auto moved = [value_bytes](zero::Residency residency) {
+    return residency == zero::Residency::arena ? value_bytes : 0;
+  };
   RankMemory memory;
-  memory.parameters = memory.gradients = value_bytes;
   memory.state = report.state + report.master;
-  const std::size_t moved = (View::values == zero::Residency::arena ? value_bytes : 0) +
-                            (View::gradients == zero::Residency::arena ? value_bytes : 0);
-  memory.moved = moved;
-  memory.buckets = report.total() - memory.state - moved;
+  memory.pool = report.pooled_peak;
+  memory.gathered = report.gathered_peak;
   memory.activations = activations;
+  std::size_t others = memory.state + report.pooled + report.gathered;
+  if constexpr (Stage::shards_values) {
+    memory.parameters = report.values;
+    others += report.values;
+  } else {
+    memory.parameters = value_bytes;
+    memory.moved = moved(View::values);
+  }
+  if constexpr (Stage::shards_gradients) {
+    memory.gradients = report.gradients;
+    others += report.gradients;
+  } else {
+    memory.gradients = value_bytes;
+    memory.moved += moved(View::gradients);
+  }
+  memory.buckets = report.total() - others - memory.moved;
   return memory;
 }
 
@@ -121,27 +160,72 @@ inline Process begin_of_process() {
   return process;
 }
 
+/// An optimizer as the keeper of a model's gradients: they are written where it says, and
+/// communicated as soon as they are complete.
+template <class Optimizer, class T>
+class OptimizerKeeper final : public Keeper<T> {
+ public:
+  OptimizerKeeper(Optimizer& optimizer, std::size_t tensors)
+      : optimizer_(optimizer), leases_(tensors) {}
+
+  void acquire(int unit) override {
+    if constexpr (Optimizer::stage_type::shards_values) optimizer_.acquire(unit);
+  }
+  void release(int unit) override {
+    if constexpr (Optimizer::stage_type::shards_values) optimizer_.release(unit);
+  }
+  T* gradient(std::size_t i) override {
+    leases_[i].emplace(optimizer_.template gradient<T>(i));
+    return leases_[i]->values().data();
+  }
+  void complete(std::size_t i) override {
+    leases_[i].reset();
+    optimizer_.mark_ready(i);
+  }
+
+ private:
+  using Lease = decltype(std::declval<Optimizer&>().template gradient<T>(0));
+
+  Optimizer& optimizer_;
+  std::vector<std::optional<Lease>> leases_;  ///< by tensor
+};
+
 /// Trains one rank. Whatever the communicator, the report is the same on all ranks.
 template <class Opt, class T, class Partition, class View, class Stage, class Comm>
 class RankTrainer {
  public:
-  RankTrainer(const Job& job, const char* mode, Comm& comm, const Process& process)
+  RankTrainer(const Job& job, Comm& comm, const Process& process)
       : job_(job), options_(*job.options), comm_(comm), result_{.process = process} {
-    report_.mode = mode;
+    report_.mode = job.mode;
+    report_.stage = zero::StageNumber(Stage{}).value();
   }
 
   RunReport run() {
     const auto rank = static_cast<std::size_t>(comm_.rank());
-    const std::size_t recorder = is_process ? 0 : rank;
-    StepClock clock(job_.recorders == nullptr ? nullptr : &(*job_.recorders)[recorder]);
-    Model<T> model(options_.model, options_.batch_size(), options_.seed);
-    auto store = store_of(model.tensors());
+    const auto recorder = [&](std::vector<Recorder>* of_ranks) {
+      return of_ranks == nullptr ? nullptr : &(*of_ranks)[is_process ? 0 : rank];
+    };
+    StepClock clock(recorder(job_.recorders));
+    Model<T> model(options_.model, options_.batch_size(), options_.seed,
+                   {.values = !Stage::shards_values, .gradients = !overlaps});
+    auto store = store_of<Stage::shards_values>(model.tensors());
     zero::Settings settings;
+    if constexpr (Stage::shards_values) {
+      settings.initial_value = InitialValues<T>(shapes_of(options_.model), options_.seed);
+    }
     if (std::is_same_v<T, zero::float16>) settings.loss_scale = zero::LossScale::dynamic();
     zero::ZeroSharded optimizer{
-        groups_of<Opt>(options_),    store,   comm_,    Partition{},
-        View{options_.bucket_bytes}, Stage{}, settings, StepObserver{clock}};
+        groups_of<Opt>(options_),
+        store,
+        comm_,
+        Partition{},
+        View{options_.bucket_bytes},
+        Stage{},
+        settings,
+        overlaps ? StepObserver{clock, recorder(job_.traffic_recorders)} : StepObserver{clock}};
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
+    OptimizerKeeper<decltype(optimizer), T> keeper(optimizer, model.tensors().size());
+    model.keep_by(&keeper);
     look_at_memory(&Resident::built);
 
     Batch batch;
@@ -154,14 +238,11 @@ class RankTrainer {
       const std::uint64_t key = mix(mix(mix(options_.seed, dropout_stream), rank), step);
       const float loss = model.forward(batch, options_.dropout, key);
       clock.was(&StepTime::forward, "forward");
-      model.backward(static_cast<float>(optimizer.loss_scale()),
-                     [&](std::size_t first, std::size_t last) {
-                       for (std::size_t i = first; i < last; ++i) optimizer.mark_ready(i);
-                     });
+      model.backward(static_cast<float>(optimizer.loss_scale()));
       clock.was(&StepTime::backward, "backward");
       comm_.barrier().wait();  // only so that waiting is not taken for stepping
       clock.was(&StepTime::wait, "wait");
-      const zero::Outcome outcome = optimizer.step().outcome();
+      const zero::Outcome outcome = step_of(optimizer, clock);
       clock.end(model.product_seconds());
 
       std::array<float, 2> shared{loss, job_.interrupted->load() ? 1.0F : 0.0F};
@@ -177,9 +258,11 @@ class RankTrainer {
     look_at_memory(&Resident::after);
     std::size_t value_bytes = 0;
     for (const Tensor<T>& tensor : model.tensors()) value_bytes += tensor.size * sizeof(T);
-    result_.memory = memory_of<View>(value_bytes, optimizer.memory(), model.activation_bytes());
+    result_.memory =
+        memory_of<View, Stage>(value_bytes, optimizer.memory(), model.activation_bytes());
     result_.time = clock.median();
-    result_.hash = hash_of(model.tensors());
+    result_.sent = report_.losses.empty() ? 0 : sent_ / report_.losses.size();
+    result_.hash = hash_of(model.tensors(), keeper);
     gather();
     return std::move(report_);
   }
@@ -187,15 +270,47 @@ class RankTrainer {
  private:
   /// Or a thread among the ranks of a process.
   static constexpr bool is_process = !zero::SharedMemoryCommunicator<Comm>;
+  /// Traffic has threads of its own, and gradients have no memory but the optimizer's.
+  static constexpr bool overlaps = Stage::shards_gradients;
 
   /// Sent as bytes.
   struct Result {
     RankMemory memory{};
     StepTime time{};
+    std::uint64_t sent = 0;
     std::uint64_t hash = 0;
     Process process{};
   };
   static_assert(std::is_trivially_copyable_v<Result>);
+
+  /// Steps. Where traffic has threads of its own, what the step waits for it is its reduce and
+  /// gather; what forward and backward wait for it is in `exposed` alone.
+  template <class Optimizer>
+  zero::Outcome step_of(Optimizer& optimizer, StepClock& clock) {
+    if constexpr (overlaps) {
+      const zero::TrafficReport before = optimizer.traffic();
+      const zero::Outcome outcome = optimizer.step().outcome();
+      const zero::TrafficReport after = optimizer.traffic();
+      const auto now = Clock::now();
+      const auto waited = [&](double StepTime::* part, double seconds) {
+        clock.add_seconds(part, seconds);
+      };
+      waited(&StepTime::reduce, after.reduce.exposed - before.reduce.exposed);
+      waited(&StepTime::gather, after.gather.exposed - before.gather.exposed);
+      const auto sum = [](const zero::TrafficReport& report,
+                          double zero::TrafficReport::Kind::* of) {
+        return report.reduce.*of + report.gather.*of;
+      };
+      clock.traffic(sum(after, &zero::TrafficReport::Kind::busy) - busy_,
+                    sum(after, &zero::TrafficReport::Kind::exposed) - exposed_);
+      busy_ = sum(after, &zero::TrafficReport::Kind::busy);
+      exposed_ = sum(after, &zero::TrafficReport::Kind::exposed);
+      sent_ = after.reduce.bytes + after.gather.bytes;
+      return outcome;
+    } else {
+      return optimizer.step().outcome();
+    }
+  }
 
   /// What is resident while all ranks stand still; of a process one looks.
   void look_at_memory(std::optional<std::uint64_t> Resident::* when) {
@@ -215,6 +330,7 @@ class RankTrainer {
     for (const Result& rank : all) {
       report_.memory.push_back(rank.memory);
       report_.time.push_back(rank.time);
+      if (overlaps) report_.sent.push_back(rank.sent);
       if (is_process || report_.processes.empty()) report_.processes.push_back(rank.process);
       if (rank.hash != result_.hash) {
         throw std::logic_error("ranks ended with different parameters");
@@ -227,12 +343,14 @@ class RankTrainer {
   const Options& options_;
   Comm& comm_;
   Result result_;
+  double busy_ = 0, exposed_ = 0;  ///< of traffic, until the last step
+  std::uint64_t sent_ = 0;
   RunReport report_{};
 };
 
 /// Ranks as threads of this process.
 template <class Opt, class T, class Partition, class View, class Stage>
-RunReport train_threads(const Job& job, const char* mode) {
+RunReport train_threads(const Job& job) {
   use_one_thread_a_product();
   const Process process = begin_of_process();
   RunReport report;
@@ -240,7 +358,7 @@ RunReport train_threads(const Job& job, const char* mode) {
                   [&](zero::InProcessCommunicator& comm) {
                     using Rank =
                         RankTrainer<Opt, T, Partition, View, Stage, zero::InProcessCommunicator>;
-                    RunReport of_rank = Rank(job, mode, comm, process).run();
+                    RunReport of_rank = Rank(job, comm, process).run();
                     if (comm.rank() == 0) report = std::move(of_rank);
                   },
                   {.timeout = job.options->timeout});
@@ -250,61 +368,53 @@ RunReport train_threads(const Job& job, const char* mode) {
 #if BERT_MPI
 /// This process as a rank.
 template <class Opt, class T, class Partition, class View, class Stage>
-RunReport train_process(const Job& job, const char* mode, zero::MpiCommunicator& comm) {
+RunReport train_process(const Job& job, zero::MpiCommunicator& comm) {
   use_one_thread_a_product();
   using Rank = RankTrainer<Opt, T, Partition, View, Stage, zero::MpiCommunicator>;
-  return Rank(job, mode, comm, begin_of_process()).run();
+  return Rank(job, comm, begin_of_process()).run();
 }
 #endif
 
-template <class Opt, class T, class Partition, class View>
-RankMemory estimate_rank(const Options& options, bool sharded, int rank) {
-  std::vector<zero::ParamShape> shapes;
-  std::size_t value_bytes = 0;
-  for (const Shape& shape : shapes_of(options.model)) {
-    shapes.push_back({.shape = shape.extents, .name = shape.name, .group = group_of(shape)});
-    value_bytes += shape.elements() * sizeof(T);
-  }
+template <class Opt, class T, class Partition, class View, class Stage>
+RankMemory estimate_rank(const Options& options, int rank) {
+  const Shapes all(options.model, Stage::shards_values);
   const zero::EstimateFor member{.world = options.ranks,
                                  .rank = rank,
                                  .share_memory = options.communicator == Ranks::in_process,
                                  .clips = options.clip.has_value()};
-  const auto estimate = [&](auto stage) {
-    return zero::estimate<T>(groups_of<Opt>(options), shapes, member, Partition{},
-                             View{options.bucket_bytes}, stage);
-  };
-  const auto exact = sharded ? estimate(zero::Stage1{}) : estimate(zero::Replicated{});
-  return memory_of<View>(value_bytes, exact.optimizer,
-                         Model<T>::activation_bytes(options.model, options.batch_size()));
+  const zero::ExactEstimate exact =
+      zero::estimate<T>(groups_of<Opt>(options), all.shapes, member, Partition{},
+                        View{options.bucket_bytes}, Stage{});
+  return memory_of<View, Stage>(all.elements * sizeof(T), exact.optimizer,
+                                Model<T>::activation_bytes(options.model, options.batch_size()));
 }
 
 /// What a combination's ranks may be. Processes are compiled only where there is MPI, and for few,
 /// since that takes as long again.
 enum class Over { threads, processes_too };
 
-template <class Opt, class T, class Partition, class View, Over over>
-Combination combination(const char* optimizer) {
-  Combination result{
-      optimizer,
-      precision_name<T>,
-      partition_name<Partition>,
-      view_name<View>,
-      estimate_rank<Opt, T, Partition, View>,
-      [](const Job& job, bool sharded) {
-        return sharded
-                   ? train_threads<Opt, T, Partition, View, zero::Stage1>(job, "sharded")
-                   : train_threads<Opt, T, Partition, View, zero::Replicated>(job, "replicated");
-      },
-      nullptr};
+template <class Opt, class T, class Partition, class View, class Stage, Over over>
+Trainer trainer() {
+  Trainer result{estimate_rank<Opt, T, Partition, View, Stage>,
+                 train_threads<Opt, T, Partition, View, Stage>};
 #if BERT_MPI
   if constexpr (over == Over::processes_too) {
-    result.train_over_mpi = [](const Job& job, bool sharded, zero::MpiCommunicator& comm) {
-      return sharded ? train_process<Opt, T, Partition, View, zero::Stage1>(job, "sharded", comm)
-                     : train_process<Opt, T, Partition, View, zero::Replicated>(job, "replicated",
-                                                                                comm);
-    };
+    result.train_over_mpi = train_process<Opt, T, Partition, View, Stage>;
   }
 #endif
+  return result;
+}
+
+/// @param further of stages 2 and 3, where they are compiled
+template <class Opt, class T, class Partition, class View, Over over>
+Combination combination(const char* optimizer, const std::vector<Trainer>& further = {}) {
+  Combination result{optimizer,
+                     precision_name<T>,
+                     partition_name<Partition>,
+                     view_name<View>,
+                     {trainer<Opt, T, Partition, View, zero::Replicated, over>(),
+                      trainer<Opt, T, Partition, View, zero::Stage1, over>()}};
+  result.stages.insert(result.stages.end(), further.begin(), further.end());
   return result;
 }
 

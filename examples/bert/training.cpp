@@ -17,30 +17,49 @@ const StepTime& RunReport::slowest() const {
   });
 }
 
+bool Combination::has_stages(const Options& options) const {
+  const auto wanted = static_cast<std::size_t>(options.stages.back());
+  return wanted < stages.size() &&
+         (options.communicator != Ranks::mpi || stages[wanted].train_over_mpi != nullptr);
+}
+
 const Combination& choose(const Options& options) {
   const bool over_mpi = options.communicator == Ranks::mpi;
-  std::string optimizers, there_are;
+  const int stage = options.stages.back();
+  bool known = false;
+  std::string optimizers, there_are, with_stage;
   for (const Combination& c : combinations()) {
     if (&c == &combinations().front() || std::string((&c)[-1].optimizer) != c.optimizer) {
       optimizers += std::string(optimizers.empty() ? "" : ", ") + c.optimizer;
     }
+    const std::string choice = std::string("\n  --precision ") + c.precision + " --partition " +
+                               c.partition + " --bucket-view " + c.bucket_view;
+    if (c.has_stages(options)) {
+      with_stage += std::string("\n  --optimizer ") + c.optimizer + choice.substr(2);
+    }
     if (c.optimizer != options.optimizer) continue;
-    if (over_mpi && c.train_over_mpi == nullptr) continue;
+    known = true;
+    if (!c.has_stages(options)) continue;
     if (c.precision == options.precision && c.partition == options.partition &&
         c.bucket_view == options.bucket_view) {
       return c;
     }
-    there_are += std::string("\n  --precision ") + c.precision + " --partition " + c.partition +
-                 " --bucket-view " + c.bucket_view;
+    there_are += choice;
   }
-  if (there_are.empty()) {
+  if (!known) {
     throw InputError("--optimizer " + options.optimizer +
                      ": there is no such optimizer; there are " + optimizers);
   }
+  const std::string where = "--optimizer " + options.optimizer +
+                            (over_mpi ? " --communicator mpi" : "") +
+                            (stage > 1 ? " --stage " + std::to_string(stage) : "");
+  if (there_are.empty()) {
+    throw InputError(where + " was not compiled; " +
+                     (with_stage.empty() ? "no optimizer was" : "there are" + with_stage));
+  }
   throw InputError("--precision " + options.precision + " --partition " + options.partition +
-                   " --bucket-view " + options.bucket_view + " was not compiled for --optimizer " +
-                   options.optimizer + (over_mpi ? " --communicator mpi" : "") + "; there are" +
-                   there_are);
+                   " --bucket-view " + options.bucket_view + " was not compiled for " + where +
+                   "; there are" + there_are);
 }
 
 Process this_process() {
@@ -52,21 +71,29 @@ Process this_process() {
   return process;
 }
 
-std::vector<bool> modes_of(const Options& options) {
-  if (options.mode == Mode::compare) return {false, true};
-  return {options.mode == Mode::sharded};
+std::vector<int> stages_of(const Options& options) {
+  std::vector<int> stages{0};
+  if (options.mode == Mode::replicated) return stages;
+  if (options.mode == Mode::sharded) stages.clear();
+  stages.insert(stages.end(), options.stages.begin(), options.stages.end());
+  return stages;
 }
 
-std::size_t memory_needed(const Options& options, const Combination& combination, bool sharded,
+std::string mode_of(const Options& options, int stage) {
+  if (stage == 0) return "replicated";
+  if (stage == 1 && options.stages.size() == 1) return "sharded";
+  return "stage " + std::to_string(stage);
+}
+
+std::size_t memory_needed(const Options& options, const Combination& combination, int stage,
                           std::span<const int> here) {
   std::vector<int> all(here.empty() ? static_cast<std::size_t>(options.ranks) : 0);
   std::iota(all.begin(), all.end(), 0);
   std::size_t sum = 0;
   for (const int rank : here.empty() ? std::span<const int>(all) : here) {
-    const RankMemory memory = combination.estimate(options, sharded, rank);
+    const RankMemory memory = combination.at(stage).estimate(options, rank);
     // While they are moved, parameters and gradients may be there twice; activations come later.
-    sum +=
-        memory.model_state() + std::max(memory.activations, memory.parameters + memory.gradients);
+    sum += memory.model_state() + std::max(memory.activations, memory.moved);
   }
   return sum;
 }
@@ -82,28 +109,39 @@ void require_memory(const Options& options, const Combination& combination,
     available = std::min(available.value_or(left), left);
   }
   if (!available) return;
-  for (const bool sharded : modes_of(options)) {
-    const std::size_t needed = memory_needed(options, combination, sharded, here);
+  for (const int stage : stages_of(options)) {
+    const std::size_t needed = memory_needed(options, combination, stage, here);
     if (needed <= *available) continue;
-    const RankMemory rank = combination.estimate(options, sharded, here.empty() ? 0 : here[0]);
+    const RankMemory rank = combination.at(stage).estimate(options, here.empty() ? 0 : here[0]);
     const auto gb = [](std::size_t bytes) { return 1e-9 * static_cast<double>(bytes); };
-    const bool sharded_fits =
-        !sharded && memory_needed(options, combination, true, here) <= *available;
+    const auto fits = [&](int other) {
+      return memory_needed(options, combination, other, here) <= *available;
+    };
+    std::string instead;
+    for (int other = static_cast<int>(combination.stages.size()) - 1; other > stage; --other) {
+      if (!fits(other)) break;
+      instead = "--mode sharded" + (other > 1 ? " --stage " + std::to_string(other) : "") + ", ";
+    }
     const std::string where = here.empty()       ? ""
                               : here.size() == 1 ? " for a process"
                                                  : " for " + std::to_string(ranks) + " on a host";
+    char gradients[32] = "as much";
+    if (rank.gradients != rank.parameters) {
+      std::snprintf(gradients, sizeof gradients, "%.2f GB", gb(rank.gradients));
+    }
     char text[640];
     std::snprintf(
         text, sizeof text,
         "%s, BERT-%s on %d ranks needs %.1f GB%s, but only %.1f GB are available: a rank "
-        "keeps %.2f GB of parameters, as much of gradients, %.2f GB of optimizer state and "
+        "keeps %.2f GB of parameters, %s of gradients, %.2f GB of optimizer state and "
         "%.2f GB of buckets, and besides %.2f GB %s; take %sa smaller --model, --batch or "
         "--seq, or fewer --ranks",
-        sharded ? "sharded" : "replicated", options.model.name.c_str(), options.ranks, gb(needed),
-        where.c_str(), gb(static_cast<std::size_t>(*available)), gb(rank.parameters),
-        gb(rank.state), gb(rank.buckets), gb(std::max(rank.activations, rank.moved)),
+        mode_of(options, stage).c_str(), options.model.name.c_str(), options.ranks, gb(needed),
+        where.c_str(), gb(static_cast<std::size_t>(*available)), gb(rank.parameters), gradients,
+        gb(rank.state), gb(rank.buckets + rank.pool + rank.gathered),
+        gb(std::max(rank.activations, rank.moved)),
         rank.activations > rank.moved ? "of activations" : "while parameters move into buckets",
-        sharded_fits ? "--mode sharded, " : "");
+        instead.c_str());
     throw InputError(text);
   }
 }

@@ -26,26 +26,36 @@ namespace bert {
 struct RankMemory {
   std::size_t parameters = 0;
   std::size_t gradients = 0;
-  std::size_t state = 0;    ///< slots and master copies
-  std::size_t buckets = 0;  ///< what views and traffic add: padding, sums, buckets on their way
+  std::size_t state = 0;     ///< slots and master copies
+  std::size_t buckets = 0;   ///< what views and traffic add: padding, sums, buckets on their way
+  std::size_t pool = 0;      ///< of gradients that are not reduced yet, at its peak
+  std::size_t gathered = 0;  ///< units that are used or soon will be, at their peak
   std::size_t activations = 0;
   /// Of parameters and gradients, what is there twice while an optimizer is made and moves it.
   std::size_t moved = 0;
 
-  /// What training keeps whatever the batch.
-  [[nodiscard]] std::size_t model_state() const { return parameters + gradients + state + buckets; }
+  /// What is there before the first step.
+  [[nodiscard]] std::size_t built() const { return parameters + gradients + state + buckets; }
+  /// What training needs whatever the batch.
+  [[nodiscard]] std::size_t model_state() const { return built() + pool + gathered; }
   [[nodiscard]] std::size_t total() const { return model_state() + activations; }
 };
 
 /// Seconds of one step on one rank.
 struct StepTime {
   double forward = 0, backward = 0;
-  double products = 0;  ///< of both, spent in matrix products
-  double wait = 0;      ///< for slower ranks, and for agreeing with them
-  double reduce = 0, update = 0, gather = 0;
-  double step = 0;  ///< all of it
+  double products = 0;                        ///< of both, spent in matrix products
+  double wait = 0;                            ///< for slower ranks, and for agreeing with them
+  double reduce = 0, update = 0, gather = 0;  ///< what the optimizer's step takes, one by one
+  double traffic = 0;  ///< in which gradients or values were on their way, some while it computed
+  double exposed = 0;  ///< of it, in which the rank waited for them, in forward and backward too
+  double step = 0;     ///< all of it
 
   [[nodiscard]] double optimizer() const { return reduce + update + gather; }
+  /// The share of traffic that computation went on in.
+  [[nodiscard]] double hidden() const {
+    return traffic > exposed ? (traffic - exposed) / traffic : traffic > 0 ? 0 : 1;
+  }
 };
 
 /// Resident memory of a whole process, where the system tells: of all ranks that are its threads.
@@ -64,10 +74,12 @@ struct Process {
 };
 
 struct RunReport {
-  std::string mode;
+  std::string mode;  ///< "replicated", "sharded" or, where there are several, "stage 2"
+  int stage = 0;     ///< 0: replicated
   std::vector<RankMemory> memory{};     ///< by rank
   std::vector<RankMemory> estimated{};  ///< by rank, before the run
   std::vector<StepTime> time{};         ///< by rank; of each number the median over the steps
+  std::vector<std::uint64_t> sent{};    ///< by rank: bytes a step, where the optimizer counts them
   std::vector<float> losses{};          ///< means over ranks
   std::vector<double> norms{};          ///< of gradients, where they are clipped
   std::size_t skipped = 0;              ///< steps
@@ -86,21 +98,34 @@ struct Job {
   const Options* options;
   const BatchSource* source;
   const std::atomic<bool>* interrupted;
-  /// One a rank of this process, or none.
+  const char* mode = "";  ///< what the report is to call it
+  /// One a rank of this process, or none; and as many of what its communication threads do.
   std::vector<Recorder>* recorders = nullptr;
+  std::vector<Recorder>* traffic_recorders = nullptr;
   /// Called on rank 0 after each step with what there is so far: losses, norms and seconds.
   std::function<void(const RunReport&)> progress{};
 };
 
-/// One choice of policies that was instantiated.
-struct Combination {
-  const char *optimizer, *precision, *partition, *bucket_view;
+/// One choice of policies and one stage, instantiated.
+struct Trainer {
   /// How parameters of these shapes would be kept; activations too.
-  RankMemory (*estimate)(const Options& options, bool sharded, int rank);
-  RunReport (*train)(const Job& job, bool sharded);
+  RankMemory (*estimate)(const Options& options, int rank);
+  RunReport (*train)(const Job& job);
   /// The same with this process as a rank; the report is the same on all. Null where it was not
   /// compiled over MPI.
-  RunReport (*train_over_mpi)(const Job& job, bool sharded, zero::MpiCommunicator& comm);
+  RunReport (*train_over_mpi)(const Job& job, zero::MpiCommunicator& comm) = nullptr;
+};
+
+/// One choice of policies, of which at least stages 0 and 1 were instantiated.
+struct Combination {
+  const char *optimizer, *precision, *partition, *bucket_view;
+  std::vector<Trainer> stages;  ///< by number; 0: replicated
+
+  [[nodiscard]] const Trainer& at(int stage) const {
+    return stages.at(static_cast<std::size_t>(stage));
+  }
+  /// Whether it can do all that the options ask for.
+  [[nodiscard]] bool has_stages(const Options& options) const;
 };
 
 // One translation unit an optimizer.
@@ -109,6 +134,9 @@ struct Combination {
 [[nodiscard]] std::vector<Combination> sgd_combinations();
 [[nodiscard]] std::vector<Combination> lion_combinations();
 [[nodiscard]] std::vector<Combination> lamb_combinations();
+/// Stages 2 and 3 of Adam, apart since they take as long again to compile.
+[[nodiscard]] std::vector<Trainer> adam_stages_fp32();
+[[nodiscard]] std::vector<Trainer> adam_stages_bf16();
 
 [[nodiscard]] const std::vector<Combination>& combinations();
 /// Throws `InputError` that lists what there is.
@@ -116,7 +144,7 @@ struct Combination {
 /// Bytes that ranks need at most at one time; with what threads, BLAS and bookkeeping take.
 /// @param here those that count; empty: all
 [[nodiscard]] std::size_t memory_needed(const Options& options, const Combination& combination,
-                                        bool sharded, std::span<const int> here = {});
+                                        int stage, std::span<const int> here = {});
 /// Throws `InputError` with the estimate where a mode needs more than is available.
 /// @param address_space what a limit on it leaves, where there is one
 /// @param here the ranks that share what is available; empty: all
@@ -126,6 +154,9 @@ void require_memory(const Options& options, const Combination& combination,
                     std::span<const int> here = {});
 /// This process by name and id.
 [[nodiscard]] Process this_process();
-/// The modes that the options ask for, in the order in which they run: whether each is sharded.
-[[nodiscard]] std::vector<bool> modes_of(const Options& options);
+/// The stages that the options ask for, in the order in which they run; 0: replicated.
+[[nodiscard]] std::vector<int> stages_of(const Options& options);
+/// What a run of a stage is called.
+[[nodiscard]] std::string mode_of(const Options& options, int stage);
+
 }  // namespace bert

@@ -16,35 +16,31 @@ namespace bert {
 
 /// Stored in the type that is computed in, parameters are used where they lie. Stored in a narrower
 /// one, a unit (a layer, say) is converted when it is loaded, and its gradients are rounded when
-/// they are stored; one unit after the other uses the same memory, but for the word embedding,
+/// they are complete; one unit after the other uses the same memory, but for the word embedding,
 /// which both ends of the network use.
-///
-/// Unit 0 is the word embedding, 1 the other embeddings, 2 + l layer l, and the last one the head.
 template <class T>
 class WorkingCopy {
  public:
   using Real = compute_t<T>;
   static constexpr bool converts = !std::is_same_v<T, Real>;
 
-  WorkingCopy(const std::vector<Shape>& shapes, std::size_t layers, Memory& memory) {
-    constexpr std::size_t other_embeddings = 4, of_layer = 16;
-    firsts_ = {0, 1, 1 + other_embeddings};
-    for (std::size_t l = 0; l < layers; ++l) firsts_.push_back(firsts_.back() + of_layer);
+  WorkingCopy(const std::vector<Shape>& shapes, Memory& memory) {
+    std::size_t largest = 0, size = 0;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      if (i == 0 || shapes[i].unit != shapes[i - 1].unit) {
+        firsts_.push_back(i);
+        size = 0;
+      }
+      offsets_.push_back(size);
+      size += shapes[i].elements();
+      if (firsts_.size() > 1) largest = std::max(largest, size);
+    }
     firsts_.push_back(shapes.size());
     if constexpr (converts) {
-      std::size_t largest = 0;
-      for (std::size_t unit = 0; unit < units(); ++unit) {
-        std::size_t size = 0;
-        for (std::size_t i = first(unit); i < last(unit); ++i) {
-          offsets_.push_back(size);
-          size += shapes[i].elements();
-        }
-        if (unit > 0) largest = std::max(largest, size);
-      }
       for (Region& region : regions_) {
-        const std::size_t size = &region == regions_ ? shapes.front().elements() : largest;
-        region.weights = memory.take<Real>(size);
-        region.gradients = memory.take<Real>(size);
+        const std::size_t elements = &region == regions_ ? shapes.front().elements() : largest;
+        region.weights = memory.take<Real>(elements);
+        region.gradients = memory.take<Real>(elements);
       }
     }
   }
@@ -54,6 +50,7 @@ class WorkingCopy {
   [[nodiscard]] std::size_t first(std::size_t unit) const { return firsts_[unit]; }
   [[nodiscard]] std::size_t last(std::size_t unit) const { return firsts_[unit + 1]; }
 
+  /// Afterwards a copy is used, where one is: the unit's values may go.
   void load([[maybe_unused]] const std::vector<Tensor<T>>& tensors,
             [[maybe_unused]] std::size_t unit) {
     if constexpr (converts) {
@@ -61,16 +58,6 @@ class WorkingCopy {
         const T* from = tensors[i].values.get();
         std::transform(from, from + tensors[i].size, at(&Region::weights, i),
                        [](T x) { return static_cast<Real>(x); });
-      }
-    }
-  }
-  void store([[maybe_unused]] const std::vector<Tensor<T>>& tensors,
-             [[maybe_unused]] std::size_t unit) {
-    if constexpr (converts) {
-      for (std::size_t i = first(unit); i < last(unit); ++i) {
-        const Real* from = at(&Region::gradients, i);
-        std::transform(from, from + tensors[i].size, tensors[i].gradient.get(),
-                       [](Real x) { return static_cast<T>(x); });
       }
     }
   }
@@ -82,12 +69,11 @@ class WorkingCopy {
       return tensors[i].values.get();
     }
   }
-  [[nodiscard]] Real* gradient(const std::vector<Tensor<T>>& tensors, std::size_t i) const {
-    if constexpr (converts) {
-      return at(&Region::gradients, i);
-    } else {
-      return tensors[i].gradient.get();
-    }
+  /// Where a tensor's gradient is computed before it is rounded.
+  [[nodiscard]] Real* gradient(std::size_t i) const
+    requires converts
+  {
+    return at(&Region::gradients, i);
   }
 
  private:
@@ -98,7 +84,7 @@ class WorkingCopy {
     return (regions_[i == 0 ? 0 : 1].*part).get() + offsets_[i];
   }
 
-  std::vector<std::size_t> firsts_;
+  std::vector<std::size_t> firsts_;   ///< by unit; one more ends the last
   std::vector<std::size_t> offsets_;  ///< by tensor, in its region
   Region regions_[2];                 ///< of the word embedding, and of the unit at work
 };

@@ -14,8 +14,9 @@ namespace zero {
 /// Who owns the memory of values or gradients.
 enum class Residency : std::uint8_t {
   caller,  ///< it stays where the framework put it
-  arena,   ///< one array of the optimizer's, laid out as the layout says
-  pool,    ///< bucket-sized pieces, there only while needed
+  /// One array of the optimizer's, laid out as the layout says. Where the stage shards what is in
+  /// it, there is memory only for what is needed at the moment.
+  arena,
 };
 
 /// A size in bytes, written `25_MiB`.

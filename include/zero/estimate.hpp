@@ -22,6 +22,7 @@
 #include "zero/detail/scaling.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
+#include "zero/detail/units.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 #include "zero/estimate_by_count.hpp"  // IWYU pragma: export
@@ -70,9 +71,13 @@ struct EstimateFor {
 struct ExactEstimate {
   /// The caller's: values, each tied one once. With a view that moves them only frozen ones stay.
   std::size_t parameters = 0;
-  std::size_t gradients = 0;  ///< the caller's, of trainable parameters, likewise
+  /// The caller's, of trainable parameters, likewise. None at stages 2 and 3, where backward writes
+  /// to what it leases: a framework that has memory of its own for them needs that, too.
+  std::size_t gradients = 0;
   /// To the byte what `ZeroSharded::memory` reports once it is constructed (and, with
-  /// `EstimateFor::clips`, `clip_grad_norm` called).
+  /// `EstimateFor::clips`, `clip_grad_norm` called). The peaks are what will be used in steps:
+  /// at most `pooled_peak` once the order of gradients has been learned, and at most `gathered_peak`
+  /// where one unit is acquired at a time.
   MemoryReport optimizer{};
   std::size_t padding = 0;  ///< of `optimizer`, staging aside: bytes that hold no parameter's
   /// What is there besides while an optimizer is constructed: the caller's memory that it moves
@@ -157,12 +162,8 @@ struct EstimatePolicies {
   static_assert(!AnyWholeTensor<Opt, Store>::value || !CuttingPartition<Partition>,
                 "zero: a whole-tensor optimizer needs complete tensors, but this partition cuts "
                 "them; use zero::BalancedPartition");
-  static_assert(supported_residency<View>,
-                "zero: this version keeps values and gradients with the caller or in an arena; use "
-                "zero::NoView, zero::ParamView or zero::ParamAndGradView");
-  static_assert(!shards_gradients<Stage>,
-                "zero: this version shards the optimizer state only, so that no layout of more can "
-                "be estimated; use zero::Stage1, or estimate by count");
+  static_assert(!shards_values<Stage> || moves_values<View>,
+                "zero: stage 3 needs a view that moves values; use zero::ParamView");
   static_assert(AllElements<Store, IsPrecision<Precision>>::value,
                 "zero: the precision must model zero::PrecisionPolicy for every element type of "
                 "the store; see zero/precision.hpp");
@@ -170,10 +171,13 @@ struct EstimatePolicies {
 };
 
 /// Adds one lane's arrays of one rank up.
+/// @param flat whether values lie in the caller's flat buffer
+/// @param reads_peers whether ranks read each other's gradients where they lie
 template <class S, bool tensors, class View, class Stage, class Opt, class Partition>
 void add_lane(ExactEstimate& sum, const Layout<Partition>& map, std::size_t lane,
               const Inspection& seen, const std::vector<Opt>& groups, const EstimateFor& of,
-              const Settings& settings, bool keeps) {
+              const Settings& settings, bool keeps, bool flat, bool reads_peers,
+              const std::vector<Unit>& units) {
   constexpr std::size_t value = sizeof(typename S::value);
   constexpr std::size_t arithmetic = sizeof(typename S::arithmetic);
   const LaneRoom<S, Stage, Partition> room(map, lane, of.rank, of.world == 1 && of.replicas == 1);
@@ -183,20 +187,30 @@ void add_lane(ExactEstimate& sum, const Layout<Partition>& map, std::size_t lane
   report.state += room.kept() * state;
   report.master += room.kept() * master;
   sum.padding += (room.kept() - room.kept_of_parameters()) * (state + master);
-  for (const auto& [moves, bytes] :
-       {std::pair{View::values, &report.values}, std::pair{View::gradients, &report.gradients}}) {
-    if (moves != Residency::arena) continue;
-    *bytes += room.arena() * value;
+  const auto add_arena = [&](std::size_t& bytes) {
+    bytes += room.arena() * value;
     sum.padding += (room.arena() - map.elements(lane)) * value;
+  };
+  if constexpr (Stage::shards_values) {
+    const auto [elements, of_parameters] = room.values_kept(units);
+    report.values += elements * value;
+    sum.padding += (elements - of_parameters) * value;
+  } else if constexpr (View::values == Residency::arena) {
+    add_arena(report.values);
   }
-  const std::size_t sums = room.sums(of.share_memory, settings, keeps);
+  if constexpr (View::gradients == Residency::arena && !Stage::shards_gradients) {
+    add_arena(report.gradients);
+  }
+  const std::size_t sums = room.sums(reads_peers, settings, keeps);
   report.gradients += sums * arithmetic;
   if (sums > 0) {
-    const bool of_everything = !Stage::shards_state && !of.share_memory;
+    const bool of_everything = !Stage::shards_state && !reads_peers;
     sum.padding += (sums - (of_everything ? map.elements(lane) : room.owned())) * arithmetic;
   }
   if constexpr (tensors) report.staging += room.workspace(seen.parameters, groups) * arithmetic;
-  if (!of.share_memory) report.staging += room.staging().elements() * value;
+  if (!reads_peers) {
+    report.staging += room.staging_bytes(flat || View::values == Residency::arena);
+  }
 }
 
 template <class Checks, class View, class Stage, class Precision, class Opt, class Partition,
@@ -204,7 +218,7 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
 [[nodiscard]] ExactEstimate estimate_of(TypeList<T...> elements, const std::vector<Opt>& groups,
                                         const Inspection& seen, bool flat, EstimateFor of,
                                         const Partition& partition, const View& view,
-                                        const Settings& settings) {
+                                        const Stage& stage, const Settings& settings) {
   for (const Opt& group : groups) zero::validate(group);
   if constexpr (Checks::tensors) require_steppable(groups, 0, seen);
   const Layout<Partition> map(seen.places, layout_lanes(elements, view.bucket_bytes, flat),
@@ -231,12 +245,28 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
       (info.frozen || where == Residency::caller ? stays : sum.moved) += bytes;
     };
     add(View::values, sum.parameters);
-    if (!info.frozen) add(View::gradients, sum.gradients);
+    if (!info.frozen && !Stage::shards_gradients) add(View::gradients, sum.gradients);
   }
+  const bool alone = of.world == 1 && of.replicas == 1;
+  const bool reads_peers =
+      of.share_memory && may_read_peers<Stage, Precision, TypeList<T...>>;
+  const std::vector<Unit> units = units_of(
+      map, [&](std::size_t i) { return seen.parameters[i].attributes.unit; },
+      element_bytes(elements), resident_limit<Stage>(stage, alone));
   std::size_t lane = 0;
-  (add_lane<Storage<T, Precision>, Checks::tensors, View, Stage>(sum, map, lane++, seen, groups, of,
-                                                                 settings, keeps),
+  (add_lane<Storage<T, Precision>, Checks::tensors, View, Stage>(
+       sum, map, lane++, seen, groups, of, settings, keeps, flat, reads_peers, units),
    ...);
+  if (Stage::shards_gradients && !alone) {
+    sum.optimizer.pooled_peak =
+        limit_of_pool(stage, map, seen.parameters, element_bytes(elements));
+  }
+  std::vector<std::size_t> sizes;
+  for (const Unit& unit : units) sizes.push_back(unit.resident ? 0 : unit.bytes);
+  std::sort(sizes.rbegin(), sizes.rend());
+  for (std::size_t k = 0; k < std::min(sizes.size(), 1 + prefetched_units(stage)); ++k) {
+    sum.optimizer.gathered_peak += sizes[k];
+  }
   return sum;
 }
 
@@ -253,7 +283,7 @@ template <class Store, class View, class First, class... P>
   const bool flat = may_lie_flat && lies_flat<Store, View, Partition>;
   return estimate_of<Checks, View, Stage, Precision>(
       store_elements<Store>{}, groups_of(options), seen, flat, of, pick<Partition>(policies...),
-      pick<View>(policies...), pick<Settings>(policies...));
+      pick<View>(policies...), pick<Stage>(policies...), pick<Settings>(policies...));
 }
 
 }  // namespace detail

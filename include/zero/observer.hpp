@@ -25,7 +25,9 @@ struct Event {
 };
 
 /// Intent: traces, timings and counts without a cost where nobody looks.
-///  1. `begin(event)` and `end(event)` are called on the thread that runs the step, in pairs.
+///  1. `begin(event)` and `end(event)` are called in pairs, on the thread that runs the step; at
+///     stages 2 and 3 those of `Phase::reduce` and `Phase::gather` on the thread of that traffic. A
+///     pair of one phase may then stand within one of another, but no two calls run at once.
 ///  2. They don't throw, and call nothing of the optimizer that they observe.
 /// With `NoObserver` no code is generated.
 ///

@@ -58,6 +58,8 @@ concept ElementSpan = ElementSpans<V> && requires { typename V::element_type; };
 ///  4. optionally `group()` (a `std::size_t`, default 0) and `attributes()` (default
 ///  `Attributes{}`).
 ///  5. optionally `P::memory_space` (default `MemorySpace::host`).
+///  6. optionally `release_gradient()`: lets go of the gradient's memory, which stages that shard
+///     gradients have copied then.
 ///
 /// What the compiler can't see: different parameters' values don't overlap (tie them with
 /// `Attributes::alias`), and values stay where they are while an optimizer uses them.

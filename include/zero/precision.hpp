@@ -20,7 +20,8 @@ namespace zero {
 ///     are stepped where they lie. `arithmetic_t<T>`: a copy of them is, and they are roundings of
 ///     it.
 ///  2. `P::template Slot<T>`: the type of the optimizer's slots, which has the arithmetic of `T`.
-///  3. `P::template Wire<T>`: the type that gradients are sent in.
+///  3. `P::template Wire<T>`: the type that gradients are sent in, `T` or, for float, one of 16
+///     bits: gradients are rounded to it, to nearest, and summed in float in rank order.
 ///  4. `P::rounding`: how a value or slot is rounded that is stored in 16 bits. Where that is
 ///     `Rounding::stochastic`, `policy.seed` (a `std::uint64_t`, the same on all ranks) starts the
 ///     noise, which depends on it, on the parameter's step count and index, and on the element's
@@ -57,7 +58,8 @@ struct OwnType {};
 ///         `OwnType`. Wider parameters are stepped where they lie.
 /// @tparam SlotType what slots are kept in, or `OwnType`; those of a `double` are always double
 /// @tparam how how whatever is kept in 16 bits is rounded
-template <class Master16, class SlotType, Rounding how>
+/// @tparam WireType what gradients of float are sent in, or `OwnType`
+template <class Master16, class SlotType, Rounding how, class WireType = OwnType>
 struct BasicPrecision {
   template <Element T>
   using Master =
@@ -69,7 +71,9 @@ struct BasicPrecision {
                                       std::is_same_v<arithmetic_t<T>, double>,
                                   std::type_identity<T>, std::type_identity<SlotType>>::type;
   template <Element T>
-  using Wire = T;
+  using Wire =
+      typename std::conditional_t<std::is_same_v<T, float> && !std::is_same_v<WireType, OwnType>,
+                                  std::type_identity<WireType>, std::type_identity<T>>::type;
   static constexpr Rounding rounding = how;
 
   std::uint64_t seed = 0;  ///< of stochastic rounding; otherwise unused
@@ -79,6 +83,13 @@ struct BasicPrecision {
 /// 12 bytes an Adam-stepped element of state for a 2-byte one, sharded. The masters are what is
 /// stepped: a caller who changes values calls `ZeroSharded::reload_masters`.
 using MixedPrecision = BasicPrecision<float, float, Rounding::nearest>;
+
+/// As `MixedPrecision`, and gradients of float are sent in bfloat16: half the traffic, and each
+/// rank's part of a sum is rounded to 8 bits.
+using Bfloat16Wire = BasicPrecision<float, float, Rounding::nearest, bfloat16>;
+
+/// The same in float16: 11 bits, but beyond 65504 gradients are infinite; use a loss scale.
+using Float16Wire = BasicPrecision<float, float, Rounding::nearest, float16>;
 
 /// As `MixedPrecision` with slots in bfloat16, those of float parameters too: 8 bytes an
 /// Adam-stepped element. Stochastic, since to nearest a slow average such as Adam's second moment

@@ -181,9 +181,6 @@ class ZeroSharded {
                 "zero: this bucket view moves gradients into buckets, but the store's parameters "
                 "have no rebind_gradient(gradient, owner), or are const; add it, or use "
                 "zero::ParamView or zero::NoView");
-  static_assert(detail::supported_residency<BucketView>,
-                "zero: this version keeps values and gradients with the caller or in an arena; use "
-                "zero::NoView, zero::ParamView or zero::ParamAndGradView");
   static_assert(StagePolicy<Stage>,
                 "zero: the stage must model zero::StagePolicy; see zero/stage.hpp");
   static_assert(!detail::shards_gradients<Stage> || !detail::is_communicator<comm_type> ||

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "bert/batch.hpp"
 #include "bert/config.hpp"
 #include "bert/input_error.hpp"
+#include "bert/keeper.hpp"
 #include "bert/kernels.hpp"
 #include "catch.hpp"
 
@@ -62,16 +64,69 @@ void spread(bert::Model<T>& model) {
   }
 }
 
+// Weights are there only while they are acquired, and a gradient's memory is NaN at first.
+template <class T>
+class StrictKeeper final : public bert::Keeper<T> {
+ public:
+  StrictKeeper(bert::Model<T>& model, std::uint64_t seed)
+      : tensors_(model.tensors()),
+        gradients_(tensors_.size()),
+        times_(tensors_.size()),
+        in_use_(1 + static_cast<std::size_t>(tensors_.back().shape.unit)) {
+    for (const auto& tensor : tensors_) shapes_.push_back(tensor.shape);
+    initial_.emplace(shapes_, seed);
+  }
+  void next_step() { std::fill(times_.begin(), times_.end(), 0); }
+
+  void acquire(int unit) override {
+    REQUIRE_FALSE(in_use_.at(static_cast<std::size_t>(unit)));
+    in_use_[static_cast<std::size_t>(unit)] = true;
+    for (auto& tensor : tensors_) {
+      if (tensor.shape.unit != unit) continue;
+      tensor.values = bert::make_array<T>(tensor.size);
+      for (std::size_t i = 0; i < tensor.size; ++i) {
+        const double value = (*initial_)(tensor.shape.name, i);
+        tensor.values.get()[i] = static_cast<T>(static_cast<bert::compute_t<T>>(value));
+      }
+    }
+  }
+  void release(int unit) override {
+    REQUIRE(in_use_.at(static_cast<std::size_t>(unit)));
+    in_use_[static_cast<std::size_t>(unit)] = false;
+    for (auto& tensor : tensors_) {
+      if (tensor.shape.unit == unit) tensor.values.reset();
+    }
+  }
+  T* gradient(std::size_t i) override {
+    constexpr auto none = std::numeric_limits<bert::compute_t<T>>::quiet_NaN();
+    gradients_[i].assign(tensors_[i].size, static_cast<T>(none));
+    return gradients_[i].data();
+  }
+  void complete(std::size_t i) override { REQUIRE(++times_[i] == 1); }
+
+  [[nodiscard]] const std::vector<T>& gradient_of(std::size_t i) const {
+    REQUIRE(times_[i] == 1);
+    return gradients_[i];
+  }
+  [[nodiscard]] bool nothing_in_use() const {
+    return std::find(in_use_.begin(), in_use_.end(), true) == in_use_.end();
+  }
+
+ private:
+  std::vector<bert::Tensor<T>>& tensors_;
+  std::vector<bert::Shape> shapes_;
+  std::optional<bert::InitialValues<T>> initial_;
+  std::vector<std::vector<T>> gradients_;
+  std::vector<int> times_;
+  std::vector<bool> in_use_;
+};
+
 void require_gradients(double dropout) {
   bert::Model<double> model(small(), size, 1);
   spread(model);
   const bert::Batch data = batch();
-  std::vector<std::size_t> ready(model.tensors().size());
   const double loss = model.forward(data, dropout, 42);
-  model.backward(3, [&](std::size_t first, std::size_t last) {
-    for (std::size_t i = first; i < last; ++i) ++ready[i];
-  });
-  CHECK(std::all_of(ready.begin(), ready.end(), [](std::size_t times) { return times == 1; }));
+  model.backward(3);
   REQUIRE(std::isfinite(loss));
   std::vector<std::vector<double>> gradients;
   for (const auto& tensor : model.tensors()) {
@@ -101,6 +156,29 @@ void require_gradients(double dropout) {
 }
 
 }  // namespace
+
+TEMPLATE_TEST_CASE("a keeper is asked for what is used, and told of what is not", "[bert]", float,
+                   zero::bfloat16) {
+  bert::Model<TestType> model(small(), size, 1);
+  bert::Model<TestType> bare(small(), size, 1, {.values = false, .gradients = false});
+  StrictKeeper<TestType> keeper(bare, 1);
+  bare.keep_by(&keeper);
+  const bert::Batch data = batch();
+  for (int step = 0; step < 2; ++step) {
+    keeper.next_step();
+    (void)bare.forward(data, 0.1, 6);  // a forward alone may come between
+    CHECK(model.forward(data, 0.1, 7) == bare.forward(data, 0.1, 7));
+    model.backward(3);
+    bare.backward(3);
+    CHECK(keeper.nothing_in_use());
+    for (std::size_t i = 0; i < model.tensors().size(); ++i) {
+      const auto& tensor = model.tensors()[i];
+      INFO(tensor.shape.name);
+      CHECK(std::memcmp(tensor.gradient.get(), keeper.gradient_of(i).data(),
+                        tensor.size * sizeof(TestType)) == 0);
+    }
+  }
+}
 
 TEST_CASE("gradients are the slopes of the loss", "[bert]") { require_gradients(0); }
 

@@ -68,6 +68,24 @@ foreach(optimizer adam lamb)
   endforeach()
 endforeach()
 
+# Stages whose traffic has threads of its own.
+run(0 "the same, bit for bit" ${BERT} ${small} --ranks 2 --stage all --json threads.json)
+run(0 "the same, bit for bit" ${MPIEXEC} ${NUMPROC_FLAG} 2 ${BERT} ${small} --communicator mpi --stage all
+    --json processes.json --trace trace.json)
+file(READ ${WORK_DIR}/threads.json threads)
+file(READ ${WORK_DIR}/processes.json processes)
+file(READ ${WORK_DIR}/trace.json trace)
+foreach(mode 2 3)
+  foreach(result losses norms hash)
+    string(JSON a GET "${threads}" modes ${mode} ${result})
+    string(JSON b GET "${processes}" modes ${mode} ${result})
+    expect_same("${result} of stage ${mode}" "${a}" "${b}")
+  endforeach()
+endforeach()
+if(NOT trace MATCHES "\"traffic of rank 1\"")
+  message(FATAL_ERROR "the trace has no traffic of rank 1")
+endif()
+
 # What a process has grown by is what was estimated of its rank, where the system tells.
 run(0 "rank      process" ${MPIEXEC} ${NUMPROC_FLAG} 2 ${BERT} --model mini --synthetic --batch 1
     --seq 16 --steps 1 --mode sharded --communicator mpi --json mini.json)

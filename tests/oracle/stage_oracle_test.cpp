@@ -17,12 +17,6 @@ using Sixteen = std::variant<std::span<zero::bfloat16>, std::span<float>>;
 
 const std::vector<zero::Adam> groups{{.lr = 0.1}, {.lr = 0.01, .weight_decay = 0.1}};
 
-/// Gradients of float travel in 16 bits.
-struct NarrowWire : zero::MixedPrecision {
-  template <class T>
-  using Wire = std::conditional_t<std::is_same_v<T, float>, zero::bfloat16, T>;
-};
-
 /// Worlds of 1 to 6, all ways to accumulate, pools that are tight; what is let go of is poisoned.
 template <class Path, class Model, class Partition, class View, class Stage,
           class Precision = zero::MixedPrecision>
@@ -69,11 +63,11 @@ TEST_CASE("stage 2: same bits, whole tensors of 16 bits in ParamAndGradView") {
 }
 TEST_CASE("stage 2: same bits, float gradients sent in bfloat16") {
   check<SharedMemory, Tensors<Tensor, std::span<float>>, zero::ContiguousPartition,
-        zero::ParamView, zero::Stage2, NarrowWire>(3000);
+        zero::ParamView, zero::Stage2, zero::Bfloat16Wire>(3000);
 }
-TEST_CASE("stage 1: same bits, float gradients sent in bfloat16") {
+TEST_CASE("stage 1: same bits, float gradients sent in float16") {
   oracle::check<SharedMemory, Tensors<FixedTensor, std::span<float>>, zero::ContiguousPartition,
-                zero::NoView, zero::Stage1, NarrowWire>(3500, groups);
+                zero::NoView, zero::Stage1, zero::Float16Wire>(3500, groups);
 }
 TEST_CASE("stage 3: same bits, two lanes in ParamView") {
   check<SharedMemory, Tensors<Tensor, Either>, zero::ContiguousPartition, zero::ParamView,

@@ -138,9 +138,6 @@ class Builder {
     if constexpr (!moves) return;
     state_.for_each_lane([&](auto& lane) {
       using T = typename std::remove_cvref_t<decltype(lane)>::element;
-      if constexpr (View::values == Residency::arena) {
-        lane.base = Stage::shards_values ? lane.value_pages->data() : lane.arena->data();
-      }
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (state_.parameters[i].frozen || state_.parameters[i].lane != lane.index) continue;
         auto&& parameter = detail::parameter_at(state_.store(), i);
@@ -357,7 +354,7 @@ class Builder {
   template <class Lane>
   [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,
                                           bool keeps) {
-    return room_of(lane, map).sums(State::shares_memory, state_.settings, keeps);
+    return room_of(lane, map).sums(State::reads_peers, state_.settings, keeps);
   }
 
   /// Makes the lane's arrays, which begin with what `old` holds already.
@@ -455,6 +452,7 @@ class Builder {
                      const std::vector<ParameterInfo>& infos, std::size_t before) {
     using T = typename Lane::element;
     lane.value_pages = pages_for(lane, map);
+    lane.base = lane.value_pages->data();
     lane.shard_values.assign(map.buckets(lane.index), 0);
     for (const Unit& unit : state_.units(map, infos)) {
       if (!unit.resident) continue;
@@ -547,6 +545,7 @@ class Builder {
     };
     if constexpr (View::values == Residency::arena && !Stage::shards_values) {
       make(lane.arena);
+      lane.base = lane.arena->data();
       for (const Fragment& f : map.fragments(lane.index, all)) {
         copy_values(lane, f, infos[f.parameter], lane.arena->data() + f.lane_begin);
       }

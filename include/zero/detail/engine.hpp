@@ -565,7 +565,7 @@ class Engine {
   static auto way_of() {
     if constexpr (State::pools_gradients) {
       return std::type_identity<OverlappedStep<State>>{};
-    } else if constexpr (State::shares_memory && !State::rounds_gradients) {
+    } else if constexpr (State::reads_peers) {
       return std::type_identity<SharedMemoryStep<State>>{};
     } else {
       return std::type_identity<BucketStep<State>>{};

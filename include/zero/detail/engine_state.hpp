@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <memory_resource>
 #include <mutex>
@@ -79,10 +78,8 @@ struct EngineState : EngineIdentity {
       "are summed over the other groups too");
   /// Whether gradients live in memory of the optimizer's until they are reduced.
   static constexpr bool pools_gradients = Stage::shards_gradients;
-  /// Whether some gradients are rounded to travel, so that nobody may read them where they lie.
-  static constexpr bool rounds_gradients = []<class... T>(TypeList<T...>) {
-    return (!std::is_same_v<T, typename Precision::template Wire<T>> || ...);
-  }(elements{});
+  /// Whether ranks read each other's gradients where they lie.
+  static constexpr bool reads_peers = shares_memory && may_read_peers<Stage, Precision, elements>;
   /// Whether values and gradients of the lane are the caller's flat buffers.
   static constexpr bool flat = lies_flat<store_type, View, Partition>;
   /// Whether some element type is computed in float.
@@ -153,10 +150,9 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] std::vector<Unit> units() { return units(*layout, parameters); }
   [[nodiscard]] std::vector<Unit> units(const Layout<Partition>& map,
                                         const std::vector<ParameterInfo>& infos) {
-    const bool all_stay = !Stage::shards_values || alone();
     return units_of(
         map, [&](std::size_t i) { return infos[i].attributes.unit; }, element_bytes(elements{}),
-        all_stay ? std::numeric_limits<std::size_t>::max() : resident_bytes(stage));
+        resident_limit(stage, alone()));
   }
   /// Of values that stay although others come and go.
   [[nodiscard]] std::size_t resident_value_bytes() {

@@ -76,9 +76,8 @@ struct HostLane {
     return values[f.parameter] + f.parameter_begin;
   }
   /// Where the values of an own fragment are kept.
-  [[nodiscard]] element* kept_values(const OwnedFragment& owned) {
-    return owned.value_begin == not_in_shard ? values_at(owned.fragment)
-                                             : shard.data() + owned.value_begin;
+  [[nodiscard]] element* kept_values(const OwnedFragment& f) {
+    return f.value_begin == not_in_shard ? values_at(f.fragment) : shard.data() + f.value_begin;
   }
   /// Whether a bucket's values are on this rank only while they are acquired.
   [[nodiscard]] bool comes_and_goes(std::size_t bucket) const {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "zero/bucket_view.hpp"
@@ -16,12 +17,14 @@
 #include "zero/detail/policies.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
+#include "zero/detail/units.hpp"
 #include "zero/element.hpp"
 #include "zero/layout.hpp"
 #include "zero/optimizer.hpp"
 #include "zero/parameter.hpp"
 #include "zero/partition.hpp"
 #include "zero/settings.hpp"
+#include "zero/stage.hpp"
 
 namespace zero::detail {
 
@@ -44,6 +47,41 @@ template <class Opt>
   std::size_t most = 0;
   for (const Opt& group : groups) most = std::max(most, zero::used_slots(group));
   return most;
+}
+
+/// Whether some gradients are rounded to travel.
+template <class Precision, class... T>
+[[nodiscard]] constexpr bool rounds_some(TypeList<T...>) {
+  return (!std::is_same_v<T, typename Precision::template Wire<T>> || ...);
+}
+
+/// Whether ranks that share memory read each other's gradients where they lie: not where these live
+/// for a bucket's time, nor where they are rounded to travel.
+template <class Stage, class Precision, class Elements>
+inline constexpr bool may_read_peers =
+    !Stage::shards_gradients && !rounds_some<Precision>(Elements{});
+
+/// Bytes of gradients that may wait to be reduced: what the user says; otherwise two buckets, or
+/// one and the largest parameter, and tied gradients, which stay open for long.
+template <class Stage, class Partition>
+[[nodiscard]] std::size_t limit_of_pool(const Stage& stage, const Layout<Partition>& map,
+                                        const std::vector<ParameterInfo>& parameters,
+                                        std::span<const std::size_t> element_bytes) {
+  if (const std::size_t given = pool_bytes(stage)) return given;
+  std::size_t bucket = 0;
+  for (std::size_t lane = 0; lane < map.lanes(); ++lane) {
+    for (std::size_t b = 0; b < map.buckets(lane); ++b) {
+      bucket = std::max(bucket, map.bucket(lane, b).size() * element_bytes[lane]);
+    }
+  }
+  std::size_t tied = 0;
+  std::size_t largest = bucket;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!stands_alone(parameters, i)) continue;
+    const std::size_t bytes = parameters[i].elements * parameters[i].element_bytes;
+    (parameters[i].ties > 1 ? tied += bytes : largest = std::max(largest, bytes));
+  }
+  return bucket + largest + tied;
 }
 
 /// Whether some trainable parameter is kept in 16 bits.
@@ -100,15 +138,35 @@ class LaneRoom {
   }
 
   /// Sums of gradients that have to be stored.
+  /// @param reads_peers whether ranks read each other's gradients where they lie
   /// @param keeps as `keeps_sums` says
-  [[nodiscard]] std::size_t sums(bool shares_memory, const Settings& settings, bool keeps) const {
+  [[nodiscard]] std::size_t sums(bool reads_peers, const Settings& settings, bool keeps) const {
     if (alone_ || settings.gradients == Gradients::reduced) return 0;
     // Ranks that share memory sum while they update, unless they have to look first; without
     // sharding, where everyone needs all sums, each keeps those of its slices for the others.
-    if (shares_memory && !Stage::shards_gradients && !rounds) {
+    if (reads_peers) {
       return Stage::shards_state && !keeps ? 0 : map_->shard_elements(lane_, rank_);
     }
     return kept();
+  }
+
+  /// Of values where they are sharded: own slices, and everything of what stays. First all
+  /// elements, then those that are a parameter's.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> values_kept(
+      const std::vector<Unit>& units) const {
+    std::pair<std::size_t, std::size_t> sum{0, 0};
+    for (const Unit& unit : units) {
+      for (const UnitBuckets& part : unit.parts) {
+        if (part.lane != lane_) continue;
+        for (std::size_t b = part.buckets.begin; b < part.buckets.end; ++b) {
+          const Interval kept =
+              unit.resident ? map_->bucket(lane_, b) : map_->slice(lane_, b, rank_);
+          sum.first += kept.size();
+          for (const Fragment& f : map_->fragments(lane_, kept)) sum.second += f.elements;
+        }
+      }
+    }
+    return sum;
   }
 
   /// What the tensor that needs most needs beside the caller's memory; none for update rules.

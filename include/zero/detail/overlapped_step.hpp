@@ -266,7 +266,8 @@ class OverlappedStep {
     order_.rebuild(*state_.layout, [&](std::size_t i) { return state_.steps_alone(i); });
     round_is_over_ = true;
     learned_ = false;
-    pool_limit_ = limit_of_pool();
+    pool_limit_ = limit_of_pool(state_.stage, *state_.layout, state_.parameters,
+                                element_bytes(typename State::elements{}));
     rebuild_units();
     if (state_.alone()) return;
     if (!reducer_) reducer_.emplace(state_.comm().duplicate());
@@ -436,29 +437,6 @@ class OverlappedStep {
     std::size_t most = peak;
     while (sum > most && !peak.compare_exchange_weak(most, sum)) {
     }
-  }
-
-  /// What may be pooled: what the user says, or two buckets, or what the largest parameter needs,
-  /// and tied gradients, which stay open.
-  [[nodiscard]] std::size_t limit_of_pool() {
-    const std::size_t given = pool_bytes(state_.stage);
-    if (given != 0) return given;
-    std::size_t bucket = 0;
-    state_.for_each_lane([&](auto& lane) {
-      for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
-        bucket = std::max(bucket, state_.layout->bucket(lane.index, b).size() *
-                                      sizeof(*lane.base));
-      }
-    });
-    std::size_t tied = 0;
-    std::size_t largest = bucket;
-    for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-      if (!state_.steps_alone(i)) continue;
-      const ParameterInfo& info = state_.parameters[i];
-      const std::size_t bytes = info.elements * info.element_bytes;
-      (info.ties > 1 ? tied += bytes : largest = std::max(largest, bytes));
-    }
-    return bucket + largest + tied;
   }
 
   void take_room(std::size_t bytes, std::size_t leader, const char* verb) {

@@ -247,12 +247,6 @@ inline constexpr bool moves_gradients = false;
 template <BucketViewPolicy View>
 inline constexpr bool moves_gradients<View> = View::gradients != Residency::caller;
 
-template <class View>
-inline constexpr bool supported_residency = true;
-template <BucketViewPolicy View>
-inline constexpr bool supported_residency<View> =
-    View::values != Residency::pool && View::gradients != Residency::pool;
-
 template <class Stage>
 inline constexpr bool shards_gradients = false;
 template <StagePolicy Stage>

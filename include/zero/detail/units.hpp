@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <limits>
 #include <span>
 #include <vector>
 
 #include "zero/fragment.hpp"
 #include "zero/layout.hpp"
 #include "zero/parameter.hpp"
+#include "zero/stage.hpp"
 
 namespace zero::detail {
 
@@ -33,6 +35,13 @@ struct Unit {
   bool resident = false;  ///< whether it stays whole on every rank
   std::vector<UnitBuckets> parts{};
 };
+
+/// Up to which size units stay: all of them where values aren't sharded, or there is nobody else.
+template <class Stage>
+[[nodiscard]] std::size_t resident_limit(const Stage& stage, bool alone) {
+  if (!Stage::shards_values || alone) return std::numeric_limits<std::size_t>::max();
+  return resident_bytes(stage);
+}
 
 /// All units, by rising id.
 /// @param unit_of the unit of parameter i
