@@ -327,7 +327,8 @@ class ZeroSharded {
 
   /// Collective: reduces gradients, updates this rank's shard, gathers the parameters. Where one
   /// rank refuses (options that make no sense, an open lease, a gradient of another size), all
-  /// throw `UsageError` and nothing has changed; marks must be given anew. Where gradients are
+  /// throw `UsageError` and nothing has changed; marks must be given anew, and at stages 2 and 3
+  /// gradients too, which are gone. Where gradients are
   /// checked (`Settings::finite_check`) and one is not finite on any rank, all skip the step.
   /// Within a `join` with `JoinEnd::raise`, all throw `InputsEnded` where some rank has no input.
   Step step() {

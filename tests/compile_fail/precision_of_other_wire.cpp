@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expect: let the precision.s Wire<T> be T
+// expect: let the precision.s Wire<T> be one of these
 #include <zero/zero.hpp>
 
 #include <vector>
@@ -7,7 +7,7 @@
 struct Precision : zero::NativePrecision {
 #ifdef ZERO_COMPILE_FAIL
   template <class T>
-  using Wire = zero::bfloat16;
+  using Wire = double;
 #endif
 };
 using Store = std::vector<zero::ParamRef<float>>;

@@ -51,7 +51,7 @@ class BucketStep {
   void forget() { order_.begin_round(); }
 
   /// Ends what was on its way, and frees its memory for the peers' part.
-  void give_up() noexcept {
+  void give_up(const std::string&) noexcept {
     for_each_lane_and_traffic([](auto&, auto& traffic) {
       if (traffic) traffic->abandon();
     });

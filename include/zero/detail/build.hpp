@@ -250,7 +250,7 @@ class Builder {
         lane.gradient_pages = pages_for(lane, *made);
       }
       if constexpr (Stage::shards_values) {
-        spread_values(lane, old, *made, seen.parameters, before);
+        spread_values(lane, old, *made, seen.parameters);
       }
       allocate(lane, old, *made, seen.parameters, slots_wanted, keeps, before);
       if constexpr (State::steps_tensors) {
@@ -287,6 +287,8 @@ class Builder {
     set.add(static_cast<std::uint64_t>(state_.settings.finite_check));
     set.add(std::uint64_t{state_.settings.check_values});
     set.add(std::uint64_t{state_.settings.flush_denormals});
+    set.add(std::uint64_t{resident_bytes(state_.stage)});  // who gathers what, and when
+    set.add(std::uint64_t{prefetched_units(state_.stage)});
     set.add(group_count);
     set.add(slots_wanted);
     set.add(before);
@@ -394,7 +396,8 @@ class Builder {
         widen_array(values, master);
       } else {
         for (std::size_t e = 0; e < f.elements; ++e) {
-          master[e] = element_traits<T>::load(initial<T>((*infos)[f.parameter], f.parameter_begin + e));
+          master[e] =
+              element_traits<T>::load(initial<T>((*infos)[f.parameter], f.parameter_begin + e));
         }
       }
     };
@@ -449,7 +452,7 @@ class Builder {
   /// Own slices of what comes and goes into the lane's shard, and what stays into its pages.
   template <class Lane>
   void spread_values(Lane& lane, const Lane& old, const Layout<Partition>& map,
-                     const std::vector<ParameterInfo>& infos, std::size_t before) {
+                     const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
     lane.value_pages = pages_for(lane, map);
     lane.base = lane.value_pages->data();
@@ -471,15 +474,19 @@ class Builder {
     }
     lane.shard = HostArray<T>(size, state_.settings.memory);
     if (state_.settings.poison_padding) poison(lane.shard.span());
-    for (OwnedFragment& owned : lane.owned) {
+    for (std::size_t k = 0; k < lane.owned.size(); ++k) {
+      OwnedFragment& owned = lane.owned[k];
       const std::size_t slice = lane.shard_values[owned.bucket];
       if (slice == not_in_shard) continue;
       const Fragment& f = owned.fragment;
       const std::size_t begin =
           slice + f.lane_begin - map.slice(lane.index, owned.bucket, state_.rank()).begin;
       T* const to = lane.shard.data() + begin;
-      if (f.parameter < before) {
-        std::memcpy(to, old.shard.data() + begin, f.elements * sizeof(T));
+      if (k < old.owned.size()) {  // which are the first, but of a unit that may have stayed so far
+        const OwnedFragment& was = old.owned[k];
+        const T* const from = was.value_begin == not_in_shard ? old.values_at(was.fragment)
+                                                              : old.shard.data() + was.value_begin;
+        std::memcpy(to, from, f.elements * sizeof(T));
       } else {
         copy_values(lane, f, infos[f.parameter], to);
       }

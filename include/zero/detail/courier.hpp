@@ -67,6 +67,18 @@ class Courier {
   }
   /// The same of all that has been handed over.
   void wait_for_all() { wait(pushed()); }
+  /// The same of one more than have been now. False, at once, where none is under way: what is has
+  /// to be known and waited for in one go, since it may end meanwhile, and nothing may follow.
+  bool wait_for_one() {
+    std::uint64_t next = 0;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (done_ == pushed_ || failure_ != nullptr) return false;
+      next = done_ + 1;
+    }
+    wait(next);
+    return true;
+  }
 
   /// Throws what an errand threw.
   void require_sound() const {
@@ -76,10 +88,6 @@ class Courier {
   [[nodiscard]] std::uint64_t pushed() const {
     const std::scoped_lock lock(mutex_);
     return pushed_;
-  }
-  [[nodiscard]] std::uint64_t done() const {
-    const std::scoped_lock lock(mutex_);
-    return done_;
   }
   [[nodiscard]] bool idle() const {
     const std::scoped_lock lock(mutex_);

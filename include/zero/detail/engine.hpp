@@ -7,6 +7,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <ranges>
@@ -155,6 +157,10 @@ class Engine {
           "accumulate: gradients were marked already in this step; accumulate first, and mark in "
           "the last backward");
     }
+    if (accumulated_ && *accumulated_ != mode) {
+      throw UsageError(
+          "accumulate: this step has accumulated in the other mode before; use one mode in a step");
+    }
     if constexpr (State::pools_gradients) {
       if (mode == Accumulation::sharded) {
         if (state_.join != nullptr) {
@@ -164,7 +170,8 @@ class Engine {
         }
         if (state_.settings.gradients == Gradients::reduced) {
           throw UsageError(
-              "accumulate: gradients that the caller has reduced (Settings::gradients) are added up "
+              "accumulate: gradients that the caller has reduced (Settings::gradients) are added "
+              "up "
               "before that; use Accumulation::local");
         }
         if (marks_.any_written()) {
@@ -173,16 +180,13 @@ class Engine {
               "accumulation; begin it before the backward");
         }
         way_.prepare_to_add();
-      } else if (way_.accumulates()) {
-        throw UsageError(
-            "accumulate: this step has accumulated sharded before; use one mode in a step");
       }
     } else if (mode == Accumulation::sharded) {
       throw UsageError(
           "accumulate: Accumulation::sharded needs a stage that shards gradients; use zero::Stage2 "
           "or Stage3, or Accumulation::local");
     }
-    accumulating_ = mode;
+    accumulating_ = accumulated_ = mode;
   }
   /// What goes wrong here is told by the next step.
   void end_accumulating() noexcept {
@@ -196,17 +200,21 @@ class Engine {
             marks_.require_no_lease();
             take_unmarked("accumulate");
           } catch (const UsageError& error) {
+            if (gave_up_) throw;
             postponed_ = text_of(error);
           }
           way_.end_round();
         });
         marks_.reset(true);
-      } catch (...) {  // the communicator keeps why
+      } catch (...) {
+        lost_ = std::current_exception();
       }
     }
   }
 
-  void acquire(int unit) { with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); }); }
+  void acquire(int unit) {
+    with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); });
+  }
   void release(int unit) {
     if constexpr (Stage::shards_values) way_.require_held(unit);
     with_unit("release", unit, [&](auto& way) { way.release(unit); });
@@ -239,9 +247,18 @@ class Engine {
         refusal = text_of(error);
       }
     }
-    if (marks_.any() || marks_.any_lease() || accumulating_) {
+    // Gradients that lie in memory of the optimizer's, or their sums, are laid out anew.
+    const bool would_lose = State::pools_gradients && (accumulated_ || marks_.any_written());
+    if (marks_.any() || marks_.any_lease() || accumulating_ || would_lose) {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
+    }
+    if constexpr (State::pools_gradients) {  // whose memory is made anew
+      if (marks_.any_written() || way_.accumulates()) {
+        refusal =
+            "add_param_group: gradients were leased or accumulated in this step; add groups "
+            "between steps";
+      }
     }
     if (state_.join != nullptr) {
       refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
@@ -268,10 +285,11 @@ class Engine {
     reader_.require_size("zero_grad");
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       if (!state_.steps_alone(i)) continue;
-      // What is reduced has been let go of, and reads as zeros; to fill it would take memory.
-      if (State::pools_gradients && View::gradients == Residency::arena &&
-          !state_.settings.poison_released) {
-        continue;
+      if constexpr (State::pools_gradients && View::gradients == Residency::arena) {
+        if (!state_.settings.poison_released) {
+          clear_pooled(i);
+          continue;
+        }
       }
       detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
         std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
@@ -374,7 +392,6 @@ class Engine {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
-
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
   std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
@@ -389,10 +406,19 @@ class Engine {
   void note_pooled(std::size_t leader) {
     state_.for_each_lane([&]<class Lane>(Lane& lane) {
       if (lane.index != state_.parameters[leader].lane) return;
-      lane.gradients[leader] =
-          pooled_gradient<typename Lane::element>(leader, "gradient").data();
+      lane.gradients[leader] = pooled_gradient<typename Lane::element>(leader, "gradient").data();
     });
     state_.present[leader] = 1;
+  }
+
+  /// To fill it would take memory. What is marked is on its way, and let go of after that.
+  void clear_pooled(std::size_t leader) {
+    if (marks_.whole(leader)) return;
+    state_.for_each_lane([&](auto& lane) {
+      if (lane.index != state_.parameters[leader].lane) return;
+      const Place& place = state_.layout->place(leader);
+      lane.gradient_pages->clear({place.offset, place.offset + place.elements});
+    });
   }
 
   /// A gradient in memory of the framework's stays there until it is sent, unless the framework
@@ -428,10 +454,11 @@ class Engine {
     }
     if constexpr (Stage::shards_values) {
       // Not under the lock: gradients may be marked while a unit is waited for.
-      or_tell([&] { body(way_); }, [&](const char* why) {
-        const std::scoped_lock lock(mutex_);
-        give_up(verb, why, false);
-      });
+      or_tell([&] { body(way_); },
+              [&](const char* why) {
+                const std::scoped_lock lock(mutex_);
+                give_up(verb, why, false);
+              });
     }
   }
 
@@ -480,6 +507,8 @@ class Engine {
   /// Takes what was not marked as it lies in the caller's memory, unless this rank has no input.
   /// Returns why this rank can't step, or nothing.
   std::string finish_marks() {
+    const bool had_given_up = gave_up_;
+    if (lost_ != nullptr) std::rethrow_exception(std::exchange(lost_, nullptr));
     state_.join_word = state_.join == nullptr ? JoinWord{} : state_.join->word();
     try {
       if (accumulating_) {
@@ -516,6 +545,7 @@ class Engine {
       options.add(&norm, sizeof norm);
       state_.options = options.value();
     } catch (const UsageError& error) {
+      if (gave_up_ && !had_given_up) throw;  // as the pool's: the peers know already
       return text_of(error);
     }
     return {};
@@ -524,29 +554,37 @@ class Engine {
   /// After a failure that the peers don't share: they learn of it at once, and none of them reads
   /// this rank's memory any more.
   void give_up(const char* what, const char* why, bool halfway) noexcept {
-    if (halfway) {
-      failed_ = true;
-    } else {
-      forget_round(false);
-    }
+    gave_up_ = true;
+    if (halfway) failed_ = true;
     if (!state_.alone()) {
+      std::string reason;
+      try {
+        reason = what + (" failed: " + std::string(why));
+      } catch (...) {  // no memory for words
+      }
       // In this order: unfinished requests give a reason of their own when they are dropped.
       try {
-        state_.comm().abort(what + (" failed: " + std::string(why)));
-      } catch (...) {  // no memory for words
+        state_.comm().abort(reason);
+      } catch (...) {
         state_.comm().abort("");
       }
-      way_.give_up();
+      way_.give_up(reason);
     }
+    // Not before: until then traffic may read where gradients are.
+    if (!halfway) forget_round(false);
     try {
       if (halfway) failure_ = why;
     } catch (...) {
     }
   }
 
-  /// After a step, applied or refused.
+  /// After a step, applied or refused. What was leased from a pool is gone either way: it has been
+  /// reduced, or let go of.
   void forget_round(bool applied) noexcept {
-    marks_.reset(applied);
+    // What was reduced for nothing is gone, and what was leased has to be written anew.
+    marks_.reset(applied || State::pools_gradients);
+    accumulated_.reset();
+    postponed_.clear();
     std::fill(state_.present.begin(), state_.present.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -555,11 +593,14 @@ class Engine {
 
   std::mutex mutex_{};
   std::optional<Accumulation> accumulating_{};
-  std::string postponed_{};  ///< what went wrong where nothing could be thrown
+  std::optional<Accumulation> accumulated_{};  ///< how this step has accumulated so far
+  std::string postponed_{};    ///< why this rank can't step, found where nothing could be thrown
+  std::exception_ptr lost_{};  ///< what failed there for good
   Fingerprint<Opt> fingerprint_{};
   State state_;
   StoreReader<State> reader_;
   Marks marks_;
+  bool gave_up_ = false;   ///< the peers have been told
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
   static auto way_of() {

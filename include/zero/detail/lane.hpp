@@ -76,8 +76,8 @@ struct HostLane {
     return values[f.parameter] + f.parameter_begin;
   }
   /// Where the values of an own fragment are kept.
-  [[nodiscard]] element* kept_values(const OwnedFragment& f) {
-    return f.value_begin == not_in_shard ? values_at(f.fragment) : shard.data() + f.value_begin;
+  [[nodiscard]] element* kept_values(const OwnedFragment& of) {
+    return of.value_begin == not_in_shard ? values_at(of.fragment) : shard.data() + of.value_begin;
   }
   /// Whether a bucket's values are on this rank only while they are acquired.
   [[nodiscard]] bool comes_and_goes(std::size_t bucket) const {
@@ -104,11 +104,8 @@ template <class Rule, class Scalars, class S, std::size_t slots, class G>
 void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<S, slots>& lane,
                      const Fragment& fragment, typename S::value* values, std::size_t state_begin,
                      NoiseKey noise, const GradientSum<G>& gradient) {
-  UpdateArrays<S, slots> arrays{values,
-                                nullptr,
-                                {},
-                                noise,
-                                static_cast<std::uint32_t>(fragment.parameter_begin)};
+  UpdateArrays<S, slots> arrays{
+      values, nullptr, {}, noise, static_cast<std::uint32_t>(fragment.parameter_begin)};
   if constexpr (S::has_master) arrays.master = lane.master.data() + state_begin;
   for (std::size_t s = 0; s < zero::used_slots(rule); ++s) {
     arrays.state[s] = lane.state[s].data() + state_begin;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -57,6 +58,8 @@ template <class State>
 class OverlappedStep {
   using Comm = decltype(std::declval<typename State::communicator_type&>().duplicate());
   using Stage = typename State::Stage;
+  /// Parameters show where their gradients lie, so backward may add to what is there.
+  static constexpr bool shows_gradients = State::View::gradients == Residency::arena;
 
  public:
   /// To be followed by `rebuild`.
@@ -64,6 +67,14 @@ class OverlappedStep {
   OverlappedStep(const OverlappedStep&) = delete;
   OverlappedStep& operator=(const OverlappedStep&) = delete;
   ~OverlappedStep() {
+    // Units that are gathered ahead are so by peers, too, and need nobody's caller: a last pass
+    // that only reads values ends with one on its way. Not so where a rank leaves before its time.
+    if (reducing_.idle() && !residence_.any_held() && std::uncaught_exceptions() == 0) {
+      try {
+        gathering_.wait_for_all();
+      } catch (...) {  // peers know
+      }
+    }
     // What peers still wait for can't be finished without this rank's caller.
     if (!reducing_.idle() || !gathering_.idle()) abort("an optimizer was destroyed in a step");
     stop();
@@ -77,7 +88,7 @@ class OverlappedStep {
     if (!std::exchange(round_is_over_, false)) return;
     if (reduces()) reducing_.wait_for_all();
     order_.begin_round();
-    borrows_ = State::View::gradients == Residency::arena;  // which backward writes to as it likes
+    borrows_ = shows_gradients;  // which backward writes to as it likes
     std::fill(opened_.begin(), opened_.end(), std::uint8_t{0});
     state_.for_each_lane(
         [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
@@ -94,14 +105,10 @@ class OverlappedStep {
     state_.for_each_lane([&](auto& lane) {
       if (lane.index != info.lane) return;
       const Place& place = state_.layout->place(leader);
-      for (const Fragment& f : state_.layout->fragments(
-               lane.index, {place.offset, place.offset + place.elements})) {
-        for_each_bucket_part(lane, f, [&](std::size_t b, Interval part) {
-          if (fresh && lane.gradient_pages->written_since(b, part)) {
-            throw UsageError(std::string(verb) + ": the gradient of " + state_.name_of(leader) +
-                             " was written after it had been marked and sent; lease it anew in "
-                             "each backward, and keep no pointer to it");
-          }
+      for (const Fragment& f :
+           state_.layout->fragments(lane.index, {place.offset, place.offset + place.elements})) {
+        for_each_bucket_part(lane, f, [&](std::size_t b, Interval) {
+          if (fresh) require_unwritten(lane, b, verb);
           lane.gradient_pages->take(b);
         });
       }
@@ -207,8 +214,8 @@ class OverlappedStep {
   }
 
   /// Ends what is on its way, and frees its memory for the peers' part.
-  void give_up() noexcept {
-    abort("the optimizer has failed on this rank");
+  void give_up(const std::string& why) noexcept {
+    abort(why);
     stop();
     const auto abandon = [](auto&, auto& traffic) {
       if (traffic) traffic->abandon();
@@ -358,7 +365,7 @@ class OverlappedStep {
     }
   }
 
-  void abort(const char* why) noexcept {
+  void abort(const std::string& why) noexcept {
     for (std::optional<Comm>* comm : {&reducer_, &gatherer_}) {
       try {
         if (*comm) (*comm)->abort(why);
@@ -400,7 +407,7 @@ class OverlappedStep {
         traffic->start_reduce(bucket, errand.adds);
         traffic->finish_all();
       });
-      lane.gradient_pages->let_go(bucket, whole);
+      lane.gradient_pages->let_go(bucket, whole, shows_gradients);
       pooled_ -= bytes;
       reduced_payload_ += (whole.size() - mine.size()) * sizeof(typename Storage::wire);
     });
@@ -441,22 +448,36 @@ class OverlappedStep {
 
   void take_room(std::size_t bytes, std::size_t leader, const char* verb) {
     if (reduces()) {
-      while (pooled_ + bytes > pool_limit_ && !reducing_.idle()) {
-        reducing_.wait(reducing_.done() + 1);
+      while (pooled_ + bytes > pool_limit_ && reducing_.wait_for_one()) {
       }
       reducing_.require_sound();
       if (pooled_ + bytes > pool_limit_ && pool_bytes(state_.stage) != 0) {
         throw PoolExhausted(
             pooled_ + bytes, pool_limit_,
             std::string(verb) + ": the gradient of " + state_.name_of(leader) + " needs " +
-                std::to_string(bytes) + " bytes, but of the pool's " +
-                std::to_string(pool_limit_) + " (pool_bytes) " + std::to_string(pooled_.load()) +
+                std::to_string(bytes) + " bytes, but of the pool's " + std::to_string(pool_limit_) +
+                " (pool_bytes) " + std::to_string(pooled_.load()) +
                 " are taken by gradients whose buckets are not complete or not at their turn. In "
                 "this order the pool needs at least " +
                 std::to_string(pooled_ + bytes) + "; 0 lets it grow as needed");
       }
     }
     count(pooled_, pooled_peak_, bytes);
+  }
+
+  /// Throws where a gradient in the bucket was written to since that was let go of: all of them are
+  /// looked at, since from now on it is in use. Of those that were moved nobody can say.
+  template <class Lane>
+  void require_unwritten(Lane& lane, std::size_t bucket, const char* verb) {
+    if (State::View::gradients == Residency::arena) return;
+    const Interval whole = state_.layout->bucket(lane.index, bucket);
+    for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
+      const Interval part{f.lane_begin, f.lane_begin + f.elements};
+      if (!lane.gradient_pages->written_since(bucket, part)) continue;
+      throw UsageError(std::string(verb) + ": the gradient of " + state_.name_of(f.parameter) +
+                       " was written after it had been marked and sent; lease it anew in each "
+                       "backward, and keep no pointer to it");
+    }
   }
 
   template <class Lane, class F>
@@ -477,7 +498,7 @@ class OverlappedStep {
         if (opened_[i] == 0 || state_.parameters[i].lane != lane.index) continue;
         const Interval buckets = state_.layout->buckets_of(i);
         for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
-          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b));
+          lane.gradient_pages->let_go(b, state_.layout->bucket(lane.index, b), shows_gradients);
         }
       }
     });
@@ -580,9 +601,9 @@ class OverlappedStep {
   StepAgreement<State> agreement_;
   std::vector<LaunchOrder::Position> all_positions_{};
   bool learned_ = false;
-  std::size_t rounds_ = 0;      ///< that have been reduced for the step to come
-  bool round_is_over_ = true;   ///< and none has begun since
-  bool borrows_ = false;        ///< whether some of its gradients are not leased
+  std::size_t rounds_ = 0;              ///< that have been reduced for the step to come
+  bool round_is_over_ = true;           ///< and none has begun since
+  bool borrows_ = false;                ///< whether some of its gradients are not leased
   std::vector<std::uint8_t> opened_{};  ///< by leader: whether its gradient is counted as pooled
   std::size_t pool_limit_ = 0;
   std::atomic<std::size_t> pooled_{0};

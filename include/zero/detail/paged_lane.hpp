@@ -34,14 +34,18 @@ class PagedLane {
   [[nodiscard]] T* data() noexcept { return pages_.data(); }
 
   /// A bucket's memory goes back to the system.
-  void let_go(std::size_t bucket, Interval whole) noexcept {
+  /// @param clears whether all of it must read as zeros then: pages that other buckets share stay
+  void let_go(std::size_t bucket, Interval whole, bool clears = false) noexcept {
     if (!poisons_) {
-      pages_.release(whole.begin, whole.end);
+      clears ? clear(whole) : pages_.release(whole.begin, whole.end);
       return;
     }
     std::fill(data() + whole.begin, data() + whole.end, poison_of<T>());
     poisoned_[bucket] = 1;
   }
+
+  /// It reads as zeros, and takes no memory, but for what shares a page with others.
+  void clear(Interval part) noexcept { pages_.clear(part.begin, part.end); }
 
   /// Whether something was written to `part` of a bucket since that was let go. False where nothing
   /// is poisoned.

@@ -3,6 +3,7 @@
 /// An array of address space, in which memory comes by writing and goes by being released.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -109,7 +110,26 @@ class ReservedMemory {
 
   [[nodiscard]] std::byte* data() const noexcept { return memory_; }
 
+  void clear(std::size_t begin, std::size_t end) noexcept {
+#if ZERO_RESERVED_MEMORY
+    const std::size_t first = std::min(round_up(begin, page_size()), end);
+    const std::size_t last = std::max(end / page_size() * page_size(), first);
+    fill_with_zeros(begin, first);
+    fill_with_zeros(last, end);
+    release(first, last);
+#else
+    fill_with_zeros(begin, end);
+#endif
+  }
+
  private:
+  /// To look takes no memory where nothing was written; to write would.
+  void fill_with_zeros(std::size_t begin, std::size_t end) noexcept {
+    const bool any = std::any_of(memory_ + begin, memory_ + end,
+                                 [](std::byte b) { return b != std::byte{0}; });
+    if (any) std::memset(memory_ + begin, 0, end - begin);
+  }
+
   std::byte* memory_ = nullptr;
   std::size_t bytes_ = 0;  // whole pages
 };
@@ -147,6 +167,10 @@ class ReservedArray {
   /// thread, as long as nobody uses these elements meanwhile.
   void release(std::size_t begin, std::size_t end) noexcept {
     memory_.release(begin * sizeof(T), end * sizeof(T));
+  }
+  /// The same, and elements that share a page with others, or aren't given back, read as zeros too.
+  void clear(std::size_t begin, std::size_t end) noexcept {
+    memory_.clear(begin * sizeof(T), end * sizeof(T));
   }
 
   [[nodiscard]] T* data() noexcept { return reinterpret_cast<T*>(memory_.data()); }

@@ -34,7 +34,7 @@ class SharedMemoryStep {
   /// A place has its whole gradient: nothing to do before all ranks meet.
   void complete(std::size_t) noexcept {}
   void forget() noexcept {}
-  void give_up() noexcept {}
+  void give_up(const std::string&) noexcept {}
   void drain() noexcept {}
   void rebuild() noexcept {}
   [[nodiscard]] std::size_t staging_bytes() const noexcept { return 0; }

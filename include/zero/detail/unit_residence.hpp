@@ -77,8 +77,8 @@ class UnitResidence {
     let_go(held.unit);
     held.arrival.reset();
     // The way back begins with the unit that the way there ended with.
-    const auto next = follower();
-    if (next && *next == u) held.arrival = fetch(held.unit);
+    if (ahead_ == 0 || last_[1] != static_cast<std::ptrdiff_t>(u)) return;
+    if (follower(last_) == u) held.arrival = fetch(held.unit);
   }
 
   /// Throws `UsageError` where a unit is still held.
@@ -88,6 +88,10 @@ class UnitResidence {
       throw UsageError(std::string(verb) + ": unit " + std::to_string(held.unit.id) +
                        " is still acquired; release every unit first, since its values change");
     }
+  }
+
+  [[nodiscard]] bool any_held() const noexcept {
+    return std::any_of(units_.begin(), units_.end(), [](const Held& u) { return u.holds > 0; });
   }
 
   /// What was gathered for nothing. Everything must have arrived.
@@ -118,7 +122,6 @@ class UnitResidence {
     followers_[{last_[0], last_[1]}] = u;
     last_ = {last_[1], u};
   }
-  [[nodiscard]] std::optional<std::size_t> follower() const { return follower(last_); }
   [[nodiscard]] std::optional<std::size_t> follower(std::array<std::ptrdiff_t, 2> pair) const {
     const auto found = followers_.find({pair[0], pair[1]});
     if (found == followers_.end()) return std::nullopt;
@@ -128,7 +131,9 @@ class UnitResidence {
   template <class Fetch>
   void fetch_ahead(const Fetch& fetch) {
     std::array<std::ptrdiff_t, 2> pair = last_;
-    for (std::size_t k = 0; k < ahead_; ++k) {
+    // After so many what follows is a circle, and has been asked for.
+    const std::size_t most = std::min(ahead_, followers_.size());
+    for (std::size_t k = 0; k < most; ++k) {
       const auto next = follower(pair);
       if (!next) return;
       Held& held = units_[*next];
