@@ -109,7 +109,7 @@ class OverlappedStep {
            state_.layout->fragments(lane.index, {place.offset, place.offset + place.elements})) {
         for_each_bucket_part(lane, f, [&](std::size_t b, Interval) {
           if (fresh) require_unwritten(lane, b, verb);
-          lane.gradient_pages->take(b);
+          lane.gradient_pages->take(b, state_.layout->bucket(lane.index, b));
         });
       }
     });
@@ -525,7 +525,7 @@ class OverlappedStep {
                          " was written after its unit " + std::to_string(unit.id) +
                          " had been released; use no pointer to it after release");
       }
-      lane.value_pages->take(b);
+      lane.value_pages->take(b, whole);
       count(gathered_, gathered_peak_, whole.size() * sizeof(*lane.base));
     });
     std::uint64_t last = gathering_.push({{}, &unit});
