@@ -495,6 +495,7 @@ class Builder {
     for (std::size_t b = 0; b < lane.shard_values.size(); ++b) {
       if (lane.shard_values[b] != not_in_shard) continue;
       const Interval whole = map.bucket(lane.index, b);
+      lane.value_pages->take(b, whole);
       T* const pages = lane.value_pages->data();
       if (state_.settings.poison_padding) {
         poison(std::span<T>(pages + whole.begin, whole.size()));

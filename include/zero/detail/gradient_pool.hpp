@@ -73,7 +73,7 @@ class GradientPool {
       const Interval buckets = state_.layout->buckets_of(leader);
       for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
         if (fresh) require_unwritten(lane, b, verb);
-        lane.gradient_pages->take(b);
+        lane.gradient_pages->take(b, state_.layout->bucket(lane.index, b));
       }
     });
   }

@@ -28,6 +28,8 @@ namespace zero::detail {
 /// they are released.
 class ReservedMemory {
  public:
+  static constexpr std::size_t huge_page = std::size_t{2} << 20U;
+
 #if ZERO_RESERVED_MEMORY
   static constexpr bool releases = true;
 
@@ -68,8 +70,6 @@ class ReservedMemory {
   }
 
  private:
-  static constexpr std::size_t huge_page = std::size_t{2} << 20U;
-
   static std::size_t page_size() noexcept {
     static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
     return bytes;
@@ -149,6 +149,8 @@ class ReservedArray {
   /// Whether this system can give memory back. Elsewhere all of it is there from the start, and
   /// `release` does nothing.
   static constexpr bool releases = ReservedMemory::releases;
+  /// Bytes that large arrays come by, and had best go by, counted from their start.
+  static constexpr std::size_t huge_page = ReservedMemory::huge_page;
 
   ReservedArray() = default;
   /// Address space for `count` elements. Throws `std::bad_alloc` where there is none.

@@ -174,7 +174,7 @@ class UnitValues {
                          " was written after its unit " + std::to_string(unit.id) +
                          " had been released; use no pointer to it after release");
       }
-      lane.value_pages->take(b);
+      lane.value_pages->take(b, whole);
       gathered_.add(whole.size() * sizeof(*lane.base));
     });
     std::uint64_t last = courier_.push({{}, &unit});
