@@ -8,7 +8,8 @@
 namespace zero {
 
 /// Since construction, of one rank. Only stages that shard gradients have traffic beside the
-/// computation; with others all is 0.
+/// computation; with others all is 0. Of a `HybridCommunicator` the group's: what is summed over
+/// replicas takes time, but is not among the bytes.
 struct TrafficReport {
   /// One kind of traffic.
   struct Kind {

@@ -372,7 +372,8 @@ class ZeroSharded {
 
   /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
   /// called on all ranks after the caller has changed values (loaded weights, say), which otherwise
-  /// the next step overwrites. Nothing happens where there are no masters.
+  /// the next step overwrites. Nothing happens where there are no masters. At stage 3 values can't
+  /// be changed so: what is written to an acquired unit is lost when it is released.
   void reload_masters() { engine_->reload_masters(); }
 
   /// The store that was given.
