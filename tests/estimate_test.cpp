@@ -468,9 +468,8 @@ TEST_CASE("estimate: to the byte, stage 2") {
 TEST_CASE("estimate: to the byte, stage 3, some units resident") {
   const auto make = [] { return tensors<zero::bfloat16>(odd_shapes()); };
   for (const std::size_t resident : {0, 80, 10'000}) {
-    const Most most = compare<Groups, 4>(make, zero::Adam{}, {},
-                                         zero::Stage3{.resident_bytes = resident},
-                                         zero::ParamView{96});
+    const Most most = compare<Groups, 4>(
+        make, zero::Adam{}, {}, zero::Stage3{.resident_bytes = resident}, zero::ParamView{96});
     CHECK(most.values > 0);
     CHECK(most.master > 0);
     CHECK(most.staging > 0);  // of gradients that are summed here

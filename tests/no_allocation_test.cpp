@@ -97,8 +97,13 @@ std::size_t allocations_while_leasing(int world, Stage stage) {
     }
     zero::Settings settings;
     settings.initial_value = [](std::string_view, std::size_t) { return 1.0; };
-    zero::ZeroSharded optimizer{zero::Adam{}, store,    comm, zero::ParamView{1024},
-                                stage,        settings, zero::ContiguousPartition{}};
+    zero::ZeroSharded optimizer{zero::Adam{},
+                                store,
+                                comm,
+                                zero::ParamView{1024},
+                                stage,
+                                settings,
+                                zero::ContiguousPartition{}};
     const auto pass = [&] {
       for (int unit = 0; unit < static_cast<int>(units); ++unit) {
         optimizer.acquire(unit);

@@ -16,7 +16,10 @@
 #include <numeric>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -294,7 +297,7 @@ struct Rank {
   void step(int number) {
     forward();
     backward(number);
-    REQUIRE_FALSE(!optimizer.step().outcome().applied);
+    if (!optimizer.step().outcome().applied) throw std::runtime_error("a skipped step");
   }
   /// All values, as bytes.
   std::string values() {
@@ -515,15 +518,653 @@ TEST_CASE("stage 3: the next unit is gathered while one is in use, from the seco
     rank.step(0);
     rank.optimizer.acquire(0);
     Happening ahead;
-    const auto more = [&] { return begun(rank.recorder, Phase::gather).size(); };
-    (void)more;
-    require(rank.optimizer.memory().gathered > 0, "gathered");
     rank.wire->hook = [&](const std::string&, int) { ahead.happens(); };
     rank.optimizer.release(0);
     rank.optimizer.acquire(1);
-    rank.optimizer.release(1);
     require(ahead.wait(), "unit 2 is asked for with unit 1");
+    rank.optimizer.release(1);
+    rank.optimizer.step();  // ends what is on its way
     rank.wire->hook = {};
+  });
+}
+
+// Acquire and release.
+
+/// Throws unless the unit that is there has the values of `want`.
+template <class R>
+auto looks_like(const R& rank, const std::string& want) {
+  return [&rank, want](int unit) {
+    std::size_t at = 0;
+    for (const auto& node : rank.model) {
+      const std::string now = want.substr(at, node.values().size_bytes());
+      at += now.size();
+      if (node.attributes().unit != unit) continue;
+      require(ranks::bytes_of(node.values()) == now, "values of an acquired unit");
+    }
+  };
+}
+
+TEST_CASE("stage 3: acquired values are right, wherever they are acquired, in memory that stays") {
+  constexpr int world = 3;
+  constexpr int steps = 3;
+  const std::vector<std::string> want = reference(world, steps);
+  for (const std::size_t ahead : {0, 1, 2, 7}) {
+    for (const std::size_t resident : {0, 700}) {
+      INFO("prefetch " << ahead << ", resident " << resident);
+      each(world, [&](zero::InProcessCommunicator& comm) {
+        Rank<Stage3> rank(comm, make_model(false), {.resident_bytes = resident, .prefetch = ahead});
+        std::vector<float*> places;
+        for (const Node<float>& node : rank.model) places.push_back(node.values().data());
+        ranks::Draw draw(static_cast<std::uint32_t>(ahead));
+        for (int step = 0; step <= steps; ++step) {
+          const auto look = looks_like(rank, want[static_cast<std::size_t>(step)]);
+          for (int pass = 0; pass < step;
+               ++pass) {  // an evaluation, in the same order on all ranks
+            for (const std::size_t unit : draw.order(units)) {
+              rank.optimizer.acquire(static_cast<int>(unit));
+              look(static_cast<int>(unit));
+              rank.optimizer.release(static_cast<int>(unit));
+            }
+          }
+          if (step == steps) break;
+          rank.forward(look);
+          rank.backward(step, {}, look);
+          rank.optimizer.step();
+        }
+        if (resident > 0) {  // the first and the last unit are that small
+          looks_like(rank, want.back())(0);
+          looks_like(rank, want.back())(3);
+        }
+        for (std::size_t i = 0; i < places.size(); ++i) {
+          require(rank.model[i].values().data() == places[i], "the same place");
+        }
+      });
+    }
+  }
+}
+
+TEST_CASE("stage 3: holds nest, and a unit is released as often as it was acquired") {
+  const std::string want = reference(2, 0)[0];
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false), {}, {.poison_released = true});
+    const auto look = looks_like(rank, want);
+    require_text(ranks::attempt([&] { rank.optimizer.release(2); }), Kind::usage, "unit 2");
+    rank.optimizer.acquire(2);
+    rank.optimizer.acquire(2);
+    rank.optimizer.acquire(1);
+    rank.optimizer.release(2);
+    look(2);
+    rank.optimizer.release(2);
+    look(1);
+    require_text(ranks::attempt([&] { rank.optimizer.release(2); }), Kind::usage,
+                 "unit 2 is not acquired");
+    rank.optimizer.release(1);
+    for (const int unknown : {-1, 4}) {
+      const std::string what = "there is no unit " + std::to_string(unknown);
+      require_text(ranks::attempt([&] { rank.optimizer.acquire(unknown); }), Kind::usage, what);
+      require_text(ranks::attempt([&] { rank.optimizer.release(unknown); }), Kind::usage, what);
+    }
+    rank.step(0);  // none of these has hurt anybody
+  });
+}
+
+template <class Stage>
+void check_verbs_do_nothing() {
+  each(2, [](zero::InProcessCommunicator& comm) {
+    Rank<Stage> rank(comm, make_model(Rank<Stage>::own_gradients));
+    const std::string before = rank.values();
+    rank.wire->bytes = 0;
+    rank.optimizer.release(3);
+    rank.optimizer.acquire(1);
+    rank.optimizer.acquire(comm.rank());  // not even alike
+    require(rank.wire->bytes == 0, "nothing was sent");
+    require_text(ranks::attempt([&] { rank.optimizer.acquire(9); }), Kind::usage,
+                 "there is no unit 9");
+    require_text(ranks::attempt([&] { rank.optimizer.release(9); }), Kind::usage,
+                 "there is no unit 9");
+    rank.step(0);  // with units held
+    require(rank.values() != before, "stepped");
+  });
+}
+TEST_CASE("stages 1 and 2: acquire and release are legal, and do nothing") {
+  check_verbs_do_nothing<Stage1>();
+  check_verbs_do_nothing<Stage2>();
+}
+
+TEST_CASE("stage 3: a step with a unit held is refused by all, who can go on") {
+  const std::vector<std::string> want = reference(3, 2);
+  each(3, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false));
+    rank.step(0);
+    rank.optimizer.acquire(2);
+    if (comm.rank() == 1) rank.optimizer.acquire(2);
+    rank.backward(1);
+    rank.optimizer.release(2);
+    const Failure refused = ranks::attempt([&] { rank.optimizer.step(); });
+    require_text(refused, Kind::usage, "unit 2 is still acquired");
+    require_text(refused, Kind::usage, "rank 1");
+    if (comm.rank() == 1) rank.optimizer.release(2);
+    require(rank.optimizer.steps() == 1, "no step");
+    require(rank.values() == want[1], "nothing has changed");
+    rank.step(1);
+    require(rank.values() == want[2], "values");
+  });
+}
+
+TEST_CASE("stage 3: as much is gathered at once as is held and asked for ahead") {
+  each(2, [](zero::InProcessCommunicator& comm) {
+    std::vector<std::size_t> sizes;
+    Rank<Stage3> alone(comm, make_model(false), {.prefetch = 0});
+    alone.forward([&](int) { sizes.push_back(alone.optimizer.memory().gathered); });
+    require(std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}) == alone.padded(), "sizes");
+    for (int step = 0; step < 3; ++step) alone.step(step);
+    const zero::MemoryReport kept = alone.optimizer.memory();
+    require(kept.gathered == 0, "nothing is left");
+    require(kept.gathered_peak == *std::max_element(sizes.begin(), sizes.end()), "one unit");
+    require(kept.values == alone.padded() / 2, "the own part");
+
+    Rank<Stage3> ahead(comm, make_model(false), {.prefetch = 1});
+    for (int step = 0; step < 3; ++step) ahead.step(step);
+    std::size_t two = 0;
+    for (std::size_t u = 0; u + 1 < sizes.size(); ++u) two = std::max(two, sizes[u] + sizes[u + 1]);
+    require(ahead.optimizer.memory().gathered_peak == two, "two units");
+    require(ahead.optimizer.memory().gathered == 0, "nothing is left");
+  });
+}
+
+// What is used after it was let go of.
+
+TEST_CASE("poison: values are NaN once released, and what is written to them is reported") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false), {.prefetch = 0}, {.poison_released = true});
+    rank.step(0);
+    const std::span<float> b = rank.model[1].values();
+    require(std::isnan(b[0]) && std::isnan(b[6]), "NaN before");
+    rank.optimizer.acquire(0);
+    require(!std::isnan(b[0]), "a number");
+    rank.optimizer.release(0);
+    require(std::isnan(b[0]), "NaN after");
+    b[6] = 1;
+    rank.optimizer.acquire(1);  // another unit
+    rank.optimizer.release(1);
+    rank.optimizer.acquire(0);
+  });
+  for (const Failure& failure : all) {
+    require_text(failure, Kind::usage, "'b'");
+    require_text(failure, Kind::usage, "written after its unit 0 had been released");
+  }
+}
+
+TEST_CASE("poison: a gradient that is written after it was sent is reported at the next lease") {
+  for (const std::size_t leased : {0, 1}) {  // in the bucket of both
+    const std::vector<Failure> all = failures(2, [&](const zero::InProcessCommunicator& comm) {
+      Rank<Stage2> rank(comm, make_model(false), {}, {.poison_released = true});
+      std::span<float> kept;
+      {
+        const auto lease = rank.optimizer.gradient(1);
+        kept = lease.values();
+        rank.draw(0, 1, kept);
+      }
+      rank.optimizer.mark_ready(1);
+      rank.optimizer.step();
+      require(std::isnan(kept[3]), "NaN after");
+      kept[3] = 1;
+      (void)rank.optimizer.gradient(leased);
+    });
+    for (const Failure& failure : all) {
+      require_text(failure, Kind::usage, "the gradient of parameter 1 ('b')");
+      require_text(failure, Kind::usage, "written after it had been marked and sent");
+    }
+  }
+}
+
+// The pool.
+
+/// Some more than a bucket holds, the first of which become ready last.
+const std::vector<std::size_t> in_store_order{0, 1, 2, 3, 4, 5};
+
+TEST_CASE("pool: one that is too small for the order is exhausted, and says what it needs") {
+  constexpr int world = 3;
+  const std::vector<std::string> want = reference(world, 2);
+  std::size_t pool = 100;
+  int tries = 0;
+  for (; tries < 10; ++tries) {
+    std::size_t needed = 0;
+    const std::vector<Failure> all = failures(world, [&](const zero::InProcessCommunicator& comm) {
+      // Of one rank alone: which memory it has is its own business.
+      Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 1 ? pool : 0});
+      const auto start = std::chrono::steady_clock::now();
+      try {
+        for (int step = 0; step < 2; ++step) {
+          rank.backward(step, in_store_order);
+          rank.optimizer.step();
+        }
+        require(rank.values() == want[2], "values");
+      } catch (const zero::PoolExhausted& error) {
+        require(comm.rank() == 1, "on that rank");
+        require(error.pool() == pool && error.needed() > pool, "needed()");
+        needed = error.needed();
+        require(rank.values() == want[0] && rank.optimizer.steps() == 0, "nothing has changed");
+        throw;
+      } catch (const zero::CommunicatorError& error) {
+        require(error.failure() == zero::CommunicatorFailure::aborted, "aborted");
+        require(std::chrono::steady_clock::now() - start < 30s, "soon");
+        require(rank.values() == want[0] && rank.optimizer.steps() == 0, "nothing has changed");
+        throw;
+      }
+    });
+    if (needed == 0) {
+      for (const Failure& failure : all) require_text(failure, Kind::none, "");
+      break;
+    }
+    INFO("a pool of " << pool);
+    require_text(all[1], Kind::usage, "parameter ");
+    require_text(all[1], Kind::usage, std::to_string(needed));
+    for (const std::size_t peer : {0, 2}) require_text(all[peer], Kind::communicator, "pool");
+    pool = needed;
+  }
+  CHECK(tries > 1);
+  CHECK(tries < 10);
+}
+
+TEST_CASE("pool: the step that finds it exhausted throws so, too") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1000U : 0U});
+    for (std::size_t i = 0; i < rank.model.size(); ++i) {  // which nobody marks
+      rank.draw(0, i, rank.model[i].make_gradient());
+    }
+    std::optional<zero::PoolExhausted> exhausted;
+    try {
+      if (comm.rank() == 0) {
+        rank.optimizer.step();
+      } else {
+        {
+          const auto scope = rank.optimizer.accumulate(Accumulation::local);
+        }
+        rank.optimizer.step();
+      }
+    } catch (const zero::PoolExhausted& error) {
+      exhausted = error;
+    }
+    require(exhausted.has_value() == (comm.rank() == 0), "PoolExhausted");
+    if (exhausted) throw *exhausted;
+  });
+  require_text(all[0], Kind::usage, "parameter 2 ('c')");
+  require_text(all[1], Kind::communicator, "parameter 2 ('c')");
+}
+
+TEST_CASE("pool: a scope that finds it exhausted tells the step") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1000U : 0U});
+    rank.draw(0, 2, rank.model[2].make_gradient());
+    {
+      const auto scope = rank.optimizer.accumulate();
+    }
+    rank.optimizer.step();
+  });
+  require_text(all[0], Kind::usage, "parameter 2 ('c')");
+  require_text(all[1], Kind::communicator, "parameter 2 ('c')");
+}
+
+TEST_CASE("pool: two buckets are enough in the learned order, whatever the delays") {
+  each(3, [](zero::InProcessCommunicator& comm) {
+    Model<> model;
+    for (int i = 0; i < 12; ++i) {  // none larger than a bucket
+      model.emplace_back("p" + std::to_string(i), 40 + 7 * static_cast<std::size_t>(i),
+                         zero::Attributes{}, false);
+    }
+    constexpr std::size_t bucket = bucket_bytes / 48 * 48;  // of slices of 16 bytes
+    Rank<Stage2> rank(comm, model, {.pool_bytes = 2 * bucket});
+    require(rank.optimizer.layout().bucket(0, 0).size() * sizeof(float) == bucket, "bucket");
+    rank.wire->hook = [&](const std::string&, int before) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200 * (before % 3)));
+    };
+    for (int step = 0; step < 5; ++step) {
+      for (std::size_t i = model.size(); i-- > 0;) {
+        rank.write(step, i);
+        rank.optimizer.mark_ready(i);
+      }
+      rank.optimizer.step();
+      require(rank.optimizer.memory().pooled == 0, "nothing is left");
+    }
+    require(rank.optimizer.memory().pooled_peak <= 2 * bucket, "the peak");
+  });
+}
+
+/// The first is tied to one behind, and one is frozen.
+Model<> make_tied_model(bool own_gradients) {
+  Model<> model = make_model(own_gradients);
+  model.emplace_back("tied", 40, zero::Attributes{.alias = 0, .unit = 3}, own_gradients);
+  model.back().tie_to(model.front());
+  model.emplace_back("frozen", 33, zero::Attributes{.frozen = true, .unit = 1}, false);
+  ranks::Draw(99).fill(model.back().values());
+  return model;
+}
+
+template <class Stage>
+std::string train_tied(int world, std::size_t* peak = nullptr) {
+  std::string values;
+  each(world, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage> rank(comm, make_tied_model(Rank<Stage>::own_gradients));
+    for (int step = 0; step < 3; ++step) rank.step(step);
+    if (peak != nullptr && comm.rank() == 0) *peak = rank.optimizer.memory().pooled_peak;
+    std::string now = rank.values();
+    if (comm.rank() == 0) values = std::move(now);
+  });
+  return values;
+}
+TEST_CASE("stages: tied and frozen parameters; what is tied waits beside two buckets") {
+  const std::string want = train_tied<Stage1>(2);
+  std::size_t peak = 0;
+  CHECK((train_tied<Stage2>(2, &peak) == want));
+  CHECK(peak <= 400 * 4 + bucket_bytes + 40 * 4);  // the largest parameter, one bucket, the tied
+  CHECK((train_tied<Stage3>(2, &peak) == want));
+  CHECK(peak <= 400 * 4 + bucket_bytes + 40 * 4);
+}
+
+// Accumulation.
+
+TEST_CASE("accumulation: one mode in a step, and sharded only where it makes sense") {
+  each(2, [](zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false));
+    const auto refused = [&](Accumulation mode) {
+      return ranks::attempt([&] { (void)rank.optimizer.accumulate(mode); });
+    };
+    for (const bool leases : {false, true}) {
+      for (const Accumulation first : {Accumulation::local, Accumulation::sharded}) {
+        {
+          const auto scope = rank.optimizer.accumulate(first);
+          if (leases) rank.write(0, 3);
+          require_text(refused(first), Kind::usage, "already accumulating");
+        }
+        const Accumulation other =
+            first == Accumulation::local ? Accumulation::sharded : Accumulation::local;
+        require_text(refused(other), Kind::usage, "one mode");
+        {
+          const auto scope = rank.optimizer.accumulate(first);
+        }
+        rank.write(0, 3);
+        rank.optimizer.mark_ready(3);
+        require_text(refused(first), Kind::usage, "marked already");
+        rank.optimizer.step();
+      }
+    }
+    rank.write(0, 3);
+    require_text(refused(Accumulation::sharded), Kind::usage, "leased in this step");
+    rank.optimizer.step();
+    rank.optimizer.join([&] {
+      require_text(refused(Accumulation::sharded), Kind::usage, "in a join");
+      rank.step(1);
+    });
+
+    Rank<Stage2> reduced(comm, make_model(false), {}, {.gradients = zero::Gradients::reduced});
+    require_text(ranks::attempt([&] { (void)reduced.optimizer.accumulate(); }), Kind::usage,
+                 "Settings::gradients");
+    Rank<Stage1> stage1(comm, make_model(true));
+    require_text(ranks::attempt([&] { (void)stage1.optimizer.accumulate(Accumulation::sharded); }),
+                 Kind::usage, "needs a stage that shards gradients");
+    {
+      const auto scope = stage1.optimizer.accumulate();
+    }
+  });
+}
+
+TEST_CASE("accumulation: a scope that ends with an open lease is refused once, by the step") {
+  const std::vector<std::string> want = reference(2, 1);
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false));
+    {
+      std::optional<decltype(rank.optimizer.gradient(0))> lease;
+      {
+        const auto scope = rank.optimizer.accumulate();
+        rank.backward(7, {5, 4, 3});
+        if (comm.rank() == 1) lease.emplace(rank.optimizer.gradient(0));
+      }
+      rank.optimizer.acquire(0);
+      rank.optimizer.release(0);
+    }
+    require_text(ranks::attempt([&] { rank.optimizer.step(); }), Kind::usage, "is still leased");
+    require(rank.values() == want[0], "nothing has changed");
+    rank.step(0);
+    require(rank.values() == want[1], "values");
+  });
+}
+
+/// 1 and 256 times 2^-9, each in a backward of its own: a sum in 16 bits stays 1.
+template <class R>
+void accumulate_small(R& rank) {
+  using T = typename std::remove_cvref_t<decltype(rank.model[0].values())>::value_type;
+  for (int backward = 0; backward < 257; ++backward) {
+    std::optional<decltype(rank.optimizer.accumulate())> scope;
+    if (backward < 256) scope.emplace(rank.optimizer.accumulate());
+    if (rank.rank() == backward % 2) {
+      const auto lease = rank.optimizer.gradient(0);
+      std::fill(lease.values().begin(), lease.values().end(),
+                zero::element_traits<T>::store(backward == 0 ? 1 : 0x1p-9F));
+    }
+    if (rank.rank() == backward % 2) rank.optimizer.mark_ready(0);
+  }
+  require(rank.optimizer.step().outcome().applied, "applied");
+}
+
+// DeepSpeed issue 1800: sums of 16 bits over micro-steps.
+TEST_CASE("DS #1800: sharded accumulation sums in float, of bfloat16 and over a wire of it") {
+  const zero::Sgd plain{.lr = 1};
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Model<zero::bfloat16> model;
+    model.emplace_back("p", 64, zero::Attributes{}, false);
+    Rank<Stage3, zero::bfloat16> rank(comm, model, {}, {.gradient_scale = 1}, plain);
+    accumulate_small(rank);
+    rank.optimizer.acquire(0);
+    require(static_cast<float>(model[0].values()[0]) == 0, "moved");
+    for (const zero::bfloat16 x : rank.model[0].values()) {
+      require(static_cast<float>(x) == -1.5F, "1.5");
+    }
+    rank.optimizer.release(0);
+    // Loaded weights have no more bits than a parameter.
+    {
+      const auto lease = rank.optimizer.gradient(0);
+      for (zero::bfloat16& x : lease.values()) x = zero::bfloat16(0x1p-11F);
+    }
+    rank.optimizer.step();
+    for (const auto& slice : rank.optimizer.masters()) {
+      for (const float x : slice.values) require(x == -1.5F - 0x1p-10F, "the master");
+    }
+    rank.optimizer.reload_masters();
+    std::size_t covered = 0;
+    for (const auto& slice : rank.optimizer.masters()) {
+      covered += slice.values.size();
+      for (const float x : slice.values) require(x == -1.5F, "the parameter");
+    }
+    require(covered == 32, "half of them");
+  });
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Model<> model;
+    model.emplace_back("p", 64, zero::Attributes{}, false);
+    Rank<Stage3, float, zero::Bfloat16Wire> rank(comm, model, {}, {.gradient_scale = 1}, plain);
+    accumulate_small(rank);
+    rank.optimizer.acquire(0);
+    for (const float x : rank.model[0].values()) require(x == -1.5F, "1.5");
+    rank.optimizer.release(0);
+  });
+}
+
+// Everything else that an optimizer does, against stage 1.
+
+template <class Stage>
+std::vector<std::string> train_much(int world, Stage stage = {}) {
+  std::vector<std::string> seen;
+  each(world, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage> rank(comm, make_model(Rank<Stage>::own_gradients), stage,
+                     {.loss_scale = zero::LossScale::dynamic(8)});
+    const auto note = [&](const zero::Outcome& outcome) {
+      std::string now = rank.values();
+      if (comm.rank() != 0) return;
+      seen.push_back(now + (outcome.applied ? "applied" : "skipped") +
+                     std::to_string(outcome.gradient_norm.value_or(-1)) + " " +
+                     std::to_string(rank.optimizer.loss_scale()));
+    };
+    const auto take = [&](int step) {
+      rank.forward();
+      rank.backward(step);
+      note(rank.optimizer.step().outcome());
+    };
+    take(0);
+    rank.optimizer.clip_grad_norm(0.01);
+    take(1);
+    // One rank has something that is not finite.
+    rank.forward();
+    {
+      const auto lease = rank.optimizer.gradient(4);
+      rank.draw(2, 4, lease.values());
+      if (comm.rank() == world - 1) lease.values()[5] = std::numeric_limits<float>::infinity();
+    }
+    rank.optimizer.mark_ready(4);
+    note(rank.optimizer.step().outcome());
+    take(3);
+    // More parameters: of units that are there, and of a new one.
+    for (int unit = 3; unit < 5; ++unit) {
+      rank.model.emplace_back("new" + std::to_string(unit), 150, zero::Attributes{.unit = unit % 4},
+                              Rank<Stage>::own_gradients, 1);
+      ranks::Draw(7).fill(rank.model.back().values());
+    }
+    rank.optimizer.add_param_group({.lr = 0.3, .momentum = 0.5});
+    rank.optimizer.clip_grad_norm({});
+    for (int step = 4; step < 7; ++step) take(step);
+  });
+  return seen;
+}
+TEST_CASE("stages: clipping, skipped steps and groups that are added") {
+  for (const int world : {1, 3}) {
+    INFO("world " << world);
+    const std::vector<std::string> want = train_much<Stage1>(world);
+    REQUIRE(want.size() == 7);
+    CHECK_THAT(want[2], ContainsSubstring("skipped"));
+    CHECK((train_much<Stage2>(world) == want));
+    CHECK((train_much<Stage3>(world) == want));
+    // Units that stay, until they have grown.
+    CHECK((train_much<Stage3>(world, {.resident_bytes = 500}) == want));
+  }
+}
+
+TEST_CASE("stages: no group is added once something waits to be stepped") {
+  each(2, [](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false));
+    rank.model.emplace_back("new", 10, zero::Attributes{.unit = 3}, false, 1);
+    const auto refused = [&] {
+      return ranks::attempt([&] { rank.optimizer.add_param_group({.lr = 1}); });
+    };
+    const auto after = [&](const auto& prepare, const char* text, const auto& repair) {
+      if (comm.rank() == 1) prepare();
+      require_text(refused(), Kind::usage, text);
+      if (comm.rank() == 1) repair();
+    };
+    const auto nothing = [] {};
+    after([&] { rank.write(0, 1); }, "between steps", nothing);
+    after(
+        [&] {
+          rank.write(0, 1);
+          rank.optimizer.mark_ready(1);
+        },
+        "marked or leased", nothing);
+    after([&] { const auto scope = rank.optimizer.accumulate(Accumulation::local); },
+          "between steps", nothing);
+    rank.optimizer.acquire(0);
+    after([&] { rank.optimizer.acquire(0); }, "unit 0 is still acquired",
+          [&] { rank.optimizer.release(0); });
+    rank.optimizer.release(0);
+    {
+      const auto scope = rank.optimizer.accumulate();
+    }
+    require_text(refused(), Kind::usage, "between steps");
+    rank.optimizer.add_param_group({.lr = 1});
+    rank.step(0);
+  });
+}
+
+TEST_CASE("stages: after a refused step gradients have to be made anew") {
+  const std::vector<std::string> want = reference(2, 1);
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false));
+    rank.backward(0);
+    {
+      std::optional<decltype(rank.optimizer.accumulate())> open;
+      const Failure refused = ranks::attempt([&] {
+        if (comm.rank() == 0) rank.optimizer.group(0).lr = -1;
+        rank.optimizer.step();
+      });
+      require_text(refused, Kind::usage, "lr");
+    }
+    rank.optimizer.group(0).lr = 0.1;
+    rank.optimizer.step();  // of nothing: absent everywhere, and not zeros
+    require(rank.optimizer.steps(0) == 0, "not stepped");
+    require(rank.values() == want[0], "nothing has changed");
+    require(!rank.optimizer.gradient(0).adds(), "overwritten");
+    rank.step(0);
+    require(rank.values() == want[1], "values");
+  });
+}
+
+TEST_CASE("stages: several optimizers over one communicator") {
+  const std::vector<std::string> want = reference(3, 3);
+  each(3, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> one(comm, make_model(false));
+    Rank<Stage2> two(comm, make_model(false));
+    Rank<Stage3> three(comm, make_model(false), {.prefetch = 3});
+    for (int step = 0; step < 3; ++step) {
+      one.forward();
+      two.forward();
+      three.forward();
+      three.backward(step);
+      one.backward(step);
+      one.optimizer.step();
+      two.backward(step);
+      three.optimizer.step();
+      two.optimizer.step();
+    }
+    for (std::string values : {one.values(), two.values(), three.values()}) {
+      require(values == want[3], "values");
+    }
+  });
+}
+
+TEST_CASE("stages: the framework lets go of gradients as they are taken") {
+  const std::vector<std::string> want = reference(2, 3);
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false));
+    for (int step = 0; step < 3; ++step) {
+      for (std::size_t i = rank.model.size(); i-- > 0;) {
+        rank.draw(step, i, rank.model[i].make_gradient());
+        if (i == 0) break;  // taken by the step
+        rank.optimizer.mark_ready(i);
+        require(rank.model[i].gradient().empty(), "freed when it is marked");
+      }
+      rank.optimizer.step();
+    }
+    for (const Node<float>& node : rank.model) require(node.released == 3, "released");
+    require(rank.values() == want[3], "values");
+  });
+}
+
+template <class Stage>
+std::string train_unevenly(int world) {
+  std::string values;
+  each(world, [&](zero::InProcessCommunicator& comm) {
+    Rank<Stage> rank(comm, make_model(Rank<Stage>::own_gradients));
+    rank.optimizer.join([&] {
+      for (int step = 0; step < 1 + comm.rank(); ++step) rank.step(step);
+    });
+    std::string now = rank.values();
+    if (comm.rank() == 1) values = std::move(now);
+  });
+  return values;
+}
+TEST_CASE("stages: ranks with unlike numbers of batches join at stage 2, and not at 3") {
+  CHECK((train_unevenly<Stage2>(3) == train_unevenly<Stage1>(3)));
+  each(2, [](zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false));
+    require_text(ranks::attempt([&] { rank.optimizer.join([] {}); }), Kind::usage,
+                 "join: at stage 3");
   });
 }
 

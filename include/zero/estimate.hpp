@@ -76,8 +76,8 @@ struct ExactEstimate {
   std::size_t gradients = 0;
   /// To the byte what `ZeroSharded::memory` reports once it is constructed (and, with
   /// `EstimateFor::clips`, `clip_grad_norm` called). The peaks are what will be used in steps:
-  /// at most `pooled_peak` once the order of gradients has been learned, and at most `gathered_peak`
-  /// where one unit is acquired at a time.
+  /// at most `pooled_peak` once the order of gradients has been learned, and at most
+  /// `gathered_peak` where one unit is acquired at a time.
   MemoryReport optimizer{};
   std::size_t padding = 0;  ///< of `optimizer`, staging aside: bytes that hold no parameter's
   /// What is there besides while an optimizer is constructed: the caller's memory that it moves
@@ -248,8 +248,7 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
     if (!info.frozen && !Stage::shards_gradients) add(View::gradients, sum.gradients);
   }
   const bool alone = of.world == 1 && of.replicas == 1;
-  const bool reads_peers =
-      of.share_memory && may_read_peers<Stage, Precision, TypeList<T...>>;
+  const bool reads_peers = of.share_memory && may_read_peers<Stage, Precision, TypeList<T...>>;
   const std::vector<Unit> units = units_of(
       map, [&](std::size_t i) { return seen.parameters[i].attributes.unit; },
       element_bytes(elements), resident_limit<Stage>(stage, alone));
@@ -258,8 +257,7 @@ template <class Checks, class View, class Stage, class Precision, class Opt, cla
        sum, map, lane++, seen, groups, of, settings, keeps, flat, reads_peers, units),
    ...);
   if (Stage::shards_gradients && !alone) {
-    sum.optimizer.pooled_peak =
-        limit_of_pool(stage, map, seen.parameters, element_bytes(elements));
+    sum.optimizer.pooled_peak = limit_of_pool(stage, map, seen.parameters, element_bytes(elements));
   }
   std::vector<std::size_t> sizes;
   for (const Unit& unit : units) sizes.push_back(unit.resident ? 0 : unit.bytes);

@@ -17,8 +17,8 @@
 namespace zero {
 
 /// A name and a shape, for code that works on plain pointers: the optimizer gives it memory, where
-/// `values()` then is, at `Stage3` filled while the parameter's unit is acquired. Until it has, both
-/// spans are empty. Initial values come from `Settings::initial_value`.
+/// `values()` then is, at `Stage3` filled while the parameter's unit is acquired. Until it has,
+/// both spans are empty. Initial values come from `Settings::initial_value`.
 template <Element T = float>
 class ShapedParam {
  public:

@@ -29,5 +29,5 @@
 #include "zero/partition/balanced.hpp"               // IWYU pragma: export
 #include "zero/partition/contiguous.hpp"             // IWYU pragma: export
 #include "zero/rounding.hpp"                         // IWYU pragma: export
-#include "zero/shaped_param.hpp"                       // IWYU pragma: export
+#include "zero/shaped_param.hpp"                     // IWYU pragma: export
 #include "zero/zero_sharded.hpp"                     // IWYU pragma: export

@@ -243,8 +243,8 @@ class ZeroSharded {
       : engine_(std::make_unique<Engine>(
             std::move(groups.options), std::forward<Store>(store), std::forward<Comm>(comm),
             detail::pick<Partition>(policies...), detail::pick<BucketView>(policies...),
-            detail::pick<Stage>(policies...), detail::pick<Precision>(policies...), detail::pick<Observe>(policies...),
-            detail::pick<Settings>(policies...))) {
+            detail::pick<Stage>(policies...), detail::pick<Precision>(policies...),
+            detail::pick<Observe>(policies...), detail::pick<Settings>(policies...))) {
     static_assert(
         ((detail::families<P> == 1) && ...),
         "zero: an argument after the communicator is not a policy (partition, bucket "
@@ -260,9 +260,10 @@ class ZeroSharded {
             !detail::one_of_each<P...>,
         "zero: a policy that was given differs from this type's template argument of its "
         "kind; make them the same");
-    static_assert(detail::Obtainable<P...>::template all<Partition, BucketView, Stage, Precision, Observe>,
-                  "zero: a policy type of this optimizer has no default; give one after the "
-                  "communicator");
+    static_assert(
+        detail::Obtainable<P...>::template all<Partition, BucketView, Stage, Precision, Observe>,
+        "zero: a policy type of this optimizer has no default; give one after the "
+        "communicator");
   }
 
   /// Leases the memory that backward writes parameter i's gradient to. End the lease before marking
@@ -288,8 +289,8 @@ class ZeroSharded {
   /// usual, and one step is made of all of them. Gradients are summed, so divide the loss, or
   /// `Settings::gradient_scale`, by their number.
   ///
-  /// `Accumulation::local`: any number of passes; full gradients stay on this rank, without traffic.
-  /// Marks are checked and otherwise ignored, and leases add from the second on.
+  /// `Accumulation::local`: any number of passes; full gradients stay on this rank, without
+  /// traffic. Marks are checked and otherwise ignored, and leases add from the second on.
   /// `Accumulation::sharded`, one pass a scope: marks mean what they do in the last pass. When the
   /// scope ends every bucket has been handed over to be reduced and added to the sums; what was not
   /// marked is taken as `step` takes it. What fails there, the next step throws.
@@ -464,11 +465,11 @@ class ZeroSharded {
       report.staging += engine_->staging_bytes();
       if constexpr (Engine::State::pools_gradients) {
         const auto& way = engine_->way();
-        report.pooled = way.pooled_bytes();
-        report.pooled_peak = way.pooled_peak();
+        report.pooled = way.pooled().now();
+        report.pooled_peak = way.pooled().peak();
         report.values += state.resident_value_bytes();
-        report.gathered = way.gathered_bytes();
-        report.gathered_peak = way.gathered_peak();
+        report.gathered = way.values().bytes().now();
+        report.gathered_peak = way.values().bytes().peak();
       }
       return report;
     });

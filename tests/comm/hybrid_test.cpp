@@ -132,7 +132,9 @@ Trained train(Hybrid& groups, bool clips, P... policies) {
     }
     end.norm = optimizer.step().outcome().gradient_norm;
   }
+  optimizer.acquire(0);
   end.values = ranks::values_of(model);
+  optimizer.release(0);
   for (const auto& slice : optimizer.state()) {
     end.state.push_back({std::string(slice.parameter) + "." + std::string(slice.slot),
                          slice.elements.begin * sizeof(slice.values[0]),
@@ -308,6 +310,14 @@ TEST_CASE("groups: the bits of the nested order, bfloat16", "[groups]") {
 TEST_CASE("groups: the bits of the nested order, nothing sharded", "[groups]") {
   check_bits<float>(zero::NoView{64}, zero::Replicated{});
   check_bits<zero::bfloat16>(zero::NoView{64}, zero::Replicated{});
+}
+
+TEST_CASE("groups: the bits of the nested order, gradients sharded", "[groups]") {
+  check_bits<float>(zero::NoView{64}, zero::Stage2{});
+}
+
+TEST_CASE("groups: the bits of the nested order, values sharded", "[groups]") {
+  check_bits<float>(zero::ParamView{64}, zero::Stage3{});
 }
 
 TEST_CASE("groups: gradients that the caller reduced, and a group added", "[groups]") {

@@ -585,7 +585,8 @@ void staged_backwards(Optimizer& optimizer, Model& model, const Case& c, int ran
                       const std::map<std::size_t, std::string>& values) {
   std::mt19937 random(c.seed + static_cast<std::uint32_t>(100 * step + rank));
   const std::vector<int> units = units_of(c);
-  std::vector<bool> leases;  // or has memory of its own, which a store of one flat buffer can't lack
+  std::vector<bool>
+      leases;  // or has memory of its own, which a store of one flat buffer can't lack
   for (std::size_t i = 0; i < c.shapes.size(); ++i) leases.push_back(random() % 3 != 0);
   const auto any = [&](std::size_t i) {
     for (int k = 0; k < c.backwards; ++k) {
@@ -618,8 +619,7 @@ void staged_backwards(Optimizer& optimizer, Model& model, const Case& c, int ran
         const std::size_t leader = c.leader(i);
         const bool here = c.present(rank, backward, leader);
         const bool counts = last || c.accumulation == zero::Accumulation::sharded;
-        const bool ready =
-            c.accumulation == zero::Accumulation::local && last ? any(leader) : here;
+        const bool ready = c.accumulation == zero::Accumulation::local && last ? any(leader) : here;
         zero::detail::visit_span(model.memory(leader), [&]<class T>(std::span<T> memory) {
           if (written[leader]) return;  // by what is tied to it
           written[leader] = true;

@@ -34,7 +34,8 @@ using Text = std::array<char, 240>;
   return *error.what() == '\0' ? "an exception without a text" : error.what();
 }
 
-/// What all ranks refuse alike, and at once: nobody need be told. Any other exception of one
+/// What all ranks refuse alike, and at once, or what was refused before anything that concerns
+/// peers: nobody need be told. Any other exception of one
 /// rank's, a `UsageError` of a user's code too, is that rank's own, and the peers must learn of it.
 class AgreedRefusal final : public UsageError {
  public:

@@ -36,8 +36,8 @@ namespace zero::detail {
 /// Where ranks are one of several groups, the sums of a group are then summed over all groups.
 ///
 /// Sums are in the arithmetic type. Gradients that travel in 16 bits therefore do so all to all and
-/// are summed here, in rank order: a reduction would round the sum, and a model that adds in 16 bits
-/// each partial sum.
+/// are summed here, in rank order: a reduction would round the sum, and a model that adds in 16
+/// bits each partial sum.
 template <class Lane, class Comm, class Partition, class Stage>
 class BucketTraffic {
   using T = typename Lane::element;
@@ -191,8 +191,8 @@ class BucketTraffic {
     using Addends = std::span<const A>;
     using Counts = std::span<const std::size_t>;
     std::optional<decltype(std::declval<Comm&>().all_to_all(Sent{}, Received{}))> all_to_all;
-    std::optional<
-        decltype(std::declval<Comm&>().all_to_all_v(Sent{}, Counts{}, Received{}, Counts{}))>
+    std::optional<decltype(std::declval<Comm&>().all_to_all_v(Sent{}, Counts{}, Received{},
+                                                              Counts{}))>
         all_to_all_v;
     std::optional<decltype(std::declval<Comm&>().all_reduce(Summed{}, ReduceOp::sum))> all_reduce;
     std::optional<decltype(std::declval<Comm&>().reduce_scatter(Addends{}, Summed{},

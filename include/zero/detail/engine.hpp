@@ -213,11 +213,10 @@ class Engine {
   }
 
   void acquire(int unit) {
-    with_unit("acquire", unit, [&](auto& way) { way.acquire(unit); });
+    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit); });
   }
   void release(int unit) {
-    if constexpr (Stage::shards_values) way_.require_held(unit);
-    with_unit("release", unit, [&](auto& way) { way.release(unit); });
+    with_unit("release", unit, [&](auto& way) { way.values().release(unit); });
   }
 
   void clip(std::optional<double> max_norm) {
@@ -242,22 +241,20 @@ class Engine {
     std::string refusal;
     if constexpr (Stage::shards_values) {
       try {
-        way_.require_none_held("add_param_group");
+        way_.values().require_none_held("add_param_group");
       } catch (const UsageError& error) {
         refusal = text_of(error);
       }
     }
-    // Gradients that lie in memory of the optimizer's, or their sums, are laid out anew.
-    const bool would_lose = State::pools_gradients && (accumulated_ || marks_.any_written());
-    if (marks_.any() || marks_.any_lease() || accumulating_ || would_lose) {
+    if (marks_.any() || marks_.any_lease() || accumulating_) {
       refusal =
           "add_param_group: gradients were marked or leased in this step; add groups between steps";
     }
-    if constexpr (State::pools_gradients) {  // whose memory is made anew
-      if (marks_.any_written() || way_.accumulates()) {
+    if constexpr (State::pools_gradients) {  // whose memory, and that of their sums, is made anew
+      if (marks_.any_written() || accumulated_) {
         refusal =
-            "add_param_group: gradients were leased or accumulated in this step; add groups "
-            "between steps";
+            "add_param_group: gradients were marked or leased, or accumulated, in this step; add "
+            "groups between steps";
       }
     }
     if (state_.join != nullptr) {
@@ -392,6 +389,7 @@ class Engine {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
+
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
   std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
@@ -531,7 +529,7 @@ class Engine {
       }
       reader_.require_size("step", false);
       if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));
-      if constexpr (Stage::shards_values) way_.require_none_held("step");
+      if constexpr (Stage::shards_values) way_.values().require_none_held("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
         if (state_.steps_alone(i)) reader_.require_unmoved(i);
       }

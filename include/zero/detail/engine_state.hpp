@@ -355,7 +355,8 @@ struct EngineState : EngineIdentity {
                         f.parameter);
     }
     if constexpr (UpdateRule<Opt, typename Lane::arithmetic>) {
-      update_fragment(optimizer, constants.of(f.parameter), lane, f, values, begin, noise, gradient);
+      update_fragment(optimizer, constants.of(f.parameter), lane, f, values, begin, noise,
+                      gradient);
     } else {
       step_tensor(optimizer, constants.of(f.parameter), lane, f, values, begin, noise, gradient,
                   parameters[f.parameter].shape);

@@ -99,9 +99,9 @@ template <class Stage, class Partition>
 
 /// Buffers that a lane's buckets travel through, in elements.
 struct StagingRoom {
-  std::size_t flights = 0;   ///< buckets in flight at once
-  std::size_t buffer = 0;    ///< of each flight: a whole bucket
-  std::size_t wire = 0;      ///< of each flight: a whole bucket in the type that gradients travel in
+  std::size_t flights = 0;  ///< buckets in flight at once
+  std::size_t buffer = 0;   ///< of each flight: a whole bucket
+  std::size_t wire = 0;     ///< of each flight: a whole bucket in the type that gradients travel in
   std::size_t received = 0;  ///< of each flight: everybody's part of the own slice, likewise
   /// @param value bytes of a parameter's element
   /// @param wire_bytes of one that travels
@@ -212,8 +212,7 @@ class LaneRoom {
   /// All of it, in bytes.
   [[nodiscard]] std::size_t staging_bytes(bool in_place) const {
     const auto bytes = [&](Journey journey) {
-      return staging(journey, in_place)
-          .bytes(sizeof(typename S::value), sizeof(typename S::wire));
+      return staging(journey, in_place).bytes(sizeof(typename S::value), sizeof(typename S::wire));
     };
     if constexpr (Stage::shards_gradients) return bytes(Journey::reduce) + bytes(Journey::gather);
     return bytes(Journey::both);

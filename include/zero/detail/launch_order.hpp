@@ -80,9 +80,7 @@ class LaunchOrder {
   }
 
   /// Whether the next bucket's gradients are all there.
-  [[nodiscard]] bool turn_has_come() const {
-    return any_left() && waiting_[order_[next_]] == 0;
-  }
+  [[nodiscard]] bool turn_has_come() const { return any_left() && waiting_[order_[next_]] == 0; }
   [[nodiscard]] bool any_left() const { return next_ < order_.size(); }
   /// Goes on to the next bucket.
   Launch take_next() { return launches_[order_[next_++]]; }

@@ -125,8 +125,8 @@ class ReservedMemory {
  private:
   /// To look takes no memory where nothing was written; to write would.
   void fill_with_zeros(std::size_t begin, std::size_t end) noexcept {
-    const bool any = std::any_of(memory_ + begin, memory_ + end,
-                                 [](std::byte b) { return b != std::byte{0}; });
+    const bool any =
+        std::any_of(memory_ + begin, memory_ + end, [](std::byte b) { return b != std::byte{0}; });
     if (any) std::memset(memory_ + begin, 0, end - begin);
   }
 

@@ -15,6 +15,7 @@
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/findings.hpp"
 #include "zero/detail/join_scope.hpp"
+#include "zero/error.hpp"
 
 namespace zero::detail {
 
@@ -24,6 +25,7 @@ struct StepMessage {
   Text refusal;           ///< why the rank can't step, or empty
   JoinWord join;          ///< of the join that it steps in
   std::uint64_t options;  ///< fingerprint of all groups
+  std::uint64_t rounds;   ///< backward passes that were reduced before that of the step
   std::uint64_t identity;
 };
 
@@ -41,10 +43,13 @@ class StepAgreement {
 
   /// Tells all ranks what this one has, or why it refuses. Returns what `agree_to_go_on` does.
   /// @param everyone a communicator of all ranks of all groups
+  /// @param rounds as in the message. Where ranks differ, reductions wait for peers in vain, and
+  ///        nobody can go on.
   template <class Comm>
-  [[nodiscard]] std::optional<StepEnd> on_presence(Comm& everyone, const std::string& refusal) {
-    const StepMessage mine{Topic::step, to_text(refusal), state_.join_word, state_.options,
-                           state_.identity};
+  [[nodiscard]] std::optional<StepEnd> on_presence(Comm& everyone, const std::string& refusal,
+                                                   std::size_t rounds = 0) {
+    const StepMessage mine{Topic::step,    to_text(refusal), state_.join_word,
+                           state_.options, rounds,           state_.identity};
     std::memcpy(message_.data(), &mine, sizeof mine);
     std::fill(message_.begin() + sizeof mine, message_.end(), std::byte{0});
     for (std::size_t i = 0; i < state_.present.size(); ++i) {
@@ -65,6 +70,14 @@ class StepAgreement {
     }
     for (int r = 0; r < state_.all_ranks(); ++r) {
       require_same_optimizer(r, head(r).identity, state_.identity);
+    }
+    for (int r = 0; r < state_.all_ranks(); ++r) {
+      if (head(r).rounds == head(0).rounds) continue;
+      throw UsageError(
+          "step: rank " + std::to_string(r) + " has accumulated " + std::to_string(head(r).rounds) +
+          " sharded backward passes for this step, but rank 0 " + std::to_string(head(0).rounds) +
+          "; give all ranks as many scopes of accumulate(). Nothing was stepped, but "
+          "this communicator can't be used any more");
     }
     const auto ended = state_.agree_to_go_on([&](int r) { return head(r).join; });
     // Where nothing will be stepped, options may differ.

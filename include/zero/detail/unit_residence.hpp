@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/detail/agreement.hpp"
 #include "zero/detail/units.hpp"
 #include "zero/error.hpp"
 
@@ -61,18 +62,15 @@ class UnitResidence {
     ++held.holds;
   }
 
-  /// Throws `UsageError` where a unit is not held.
-  void require_held(int id) const {
-    if (units_[find(id, "release")].holds > 0) return;
-    throw UsageError("release: unit " + std::to_string(id) +
-                     " is not acquired; release a unit as often as it was acquired");
-  }
-
-  /// Of a unit that is held; `let_go(unit)` frees its memory.
+  /// `let_go(unit)` frees its memory.
   template <class LetGo, class Fetch>
   void release(int id, const LetGo& let_go, const Fetch& fetch) {
     const std::size_t u = find(id, "release");
     Held& held = units_[u];
+    if (held.holds == 0) {
+      throw AgreedRefusal("release: unit " + std::to_string(id) +
+                          " is not acquired; release a unit as often as it was acquired");
+    }
     if (--held.holds > 0 || !comes_and_goes(u)) return;
     let_go(held.unit);
     held.arrival.reset();

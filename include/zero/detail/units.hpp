@@ -66,8 +66,7 @@ template <class Partition, class F>
       if (fragments.begin() == fragments.end()) continue;  // moved cuts have left it empty
       Unit& of = unit(unit_of((*fragments.begin()).parameter));
       of.bytes += whole.size() * element_bytes[lane];
-      if (!of.parts.empty() && of.parts.back().lane == lane &&
-          of.parts.back().buckets.end == b) {
+      if (!of.parts.empty() && of.parts.back().lane == lane && of.parts.back().buckets.end == b) {
         ++of.parts.back().buckets.end;
       } else {
         of.parts.push_back({lane, {b, b + 1}});
