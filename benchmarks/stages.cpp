@@ -445,29 +445,27 @@ struct Steps {
   }
 };
 
-/// Computation that takes 1.5 times as long as the traffic beside it: at stage 3, which has most.
+/// Computation that takes 1.5 times as long as the traffic beside it takes with nothing to compute:
+/// at stage 3, which has most.
 Work work_beside(Team& team, const Model& model) {
   Trainers<zero::Stage3> trainers(team, pair_of_ranks, model);
+  for (int k = 0; k < 2; ++k) trainers.run({});
+  Steps steps;
+  for (int k = 0; k < 5; ++k) {
+    const zero::TrafficReport before = trainers.traffic();
+    trainers.run({});
+    steps.add(before, trainers.traffic());
+  }
+  std::size_t all = 0;
+  for (int u = 0; u < model.units(); ++u) all += model.bytes_of(u);
+  // Gathers go there and back.
+  const double gather = spread_of(steps.gather_busy).median / 2 / static_cast<double>(all);
+  const double reduce = spread_of(steps.reduce_busy).median / static_cast<double>(all);
   Work work;
-  for (int round = 0; round < 2; ++round) {  // busy processors have slower traffic
-    trainers.run(work);
-    trainers.run(work);
-    Steps steps;
-    for (int k = 0; k < 3; ++k) {
-      const zero::TrafficReport before = trainers.traffic();
-      trainers.run(work);
-      steps.add(before, trainers.traffic());
-    }
-    std::size_t all = 0;
-    for (int u = 0; u < model.units(); ++u) all += model.bytes_of(u);
-    const double gather = spread_of(steps.gather_busy).median / 2 / static_cast<double>(all);
-    const double reduce = spread_of(steps.reduce_busy).median / static_cast<double>(all);
-    work = {};
-    for (int u = 0; u < model.units(); ++u) {
-      const auto bytes = static_cast<double>(model.bytes_of(u));
-      work.forward.push_back(1.5 * gather * bytes);
-      work.backward.push_back(1.5 * (gather + reduce) * bytes);
-    }
+  for (int u = 0; u < model.units(); ++u) {
+    const auto bytes = static_cast<double>(model.bytes_of(u));
+    work.forward.push_back(1.5 * gather * bytes);
+    work.backward.push_back(1.5 * (gather + reduce) * bytes);
   }
   return work;
 }
