@@ -27,8 +27,10 @@
 #include "catch.hpp"
 #include "ranks.hpp"
 #include "zero/bfloat16.hpp"
+#include "zero/estimate.hpp"
 #include "zero/join.hpp"
 #include "zero/optim/sgd.hpp"
+#include "zero/shaped_param.hpp"
 #include "zero/zero_sharded.hpp"
 
 namespace {
@@ -726,7 +728,7 @@ const std::vector<std::size_t> in_store_order{0, 1, 2, 3, 4, 5};
 TEST_CASE("pool: one that is too small for the order is exhausted, and says what it needs") {
   constexpr int world = 3;
   const std::vector<std::string> want = reference(world, 2);
-  std::size_t pool = 100;
+  std::size_t pool = 1600;  // the largest gradient
   int tries = 0;
   for (; tries < 10; ++tries) {
     std::size_t needed = 0;
@@ -769,7 +771,7 @@ TEST_CASE("pool: one that is too small for the order is exhausted, and says what
 
 TEST_CASE("pool: the step that finds it exhausted throws so, too") {
   const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
-    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1000U : 0U});
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1600U : 0U});
     for (std::size_t i = 0; i < rank.model.size(); ++i) {  // which nobody marks
       rank.draw(0, i, rank.model[i].make_gradient());
     }
@@ -795,8 +797,8 @@ TEST_CASE("pool: the step that finds it exhausted throws so, too") {
 
 TEST_CASE("pool: a scope that finds it exhausted tells the step") {
   const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
-    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1000U : 0U});
-    rank.draw(0, 2, rank.model[2].make_gradient());
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1600U : 0U});
+    for (const std::size_t i : {1, 2}) rank.draw(0, i, rank.model[i].make_gradient());
     {
       const auto scope = rank.optimizer.accumulate();
     }
@@ -804,6 +806,16 @@ TEST_CASE("pool: a scope that finds it exhausted tells the step") {
   });
   require_text(all[0], Kind::usage, "parameter 2 ('c')");
   require_text(all[1], Kind::communicator, "parameter 2 ('c')");
+}
+
+TEST_CASE("pool: one that the largest gradient has no room in is refused at once") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = comm.rank() == 0 ? 1000U : 0U});
+  });
+  for (const Failure& failure : all) {
+    require_text(failure, Kind::usage,
+                 "parameter 2 ('c') has a gradient of 1600 bytes, but pool_bytes is 1000");
+  }
 }
 
 TEST_CASE("pool: two buckets are enough in the learned order, whatever the delays") {
@@ -1169,3 +1181,87 @@ TEST_CASE("stages: ranks with unlike numbers of batches join at stage 2, and not
 }
 
 }  // namespace
+
+// What is refused in words.
+
+TEST_CASE("stages: a refused step says that its gradients are gone") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage2> rank(comm, make_model(false));
+    rank.backward(0);
+    rank.optimizer.group(0).lr = comm.rank() == 0 ? -1 : 0.1;
+    rank.optimizer.step();
+  });
+  for (const Failure& failure : all) {
+    require_text(failure, Kind::usage, "this step's gradients are gone, so run backward again");
+  }
+}
+
+TEST_CASE("stages: ranks that accumulate unlike numbers of backward passes are told") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    // With less room the rank that has more passes would wait for the other in its last one.
+    Rank<Stage2> rank(comm, make_model(false), {.pool_bytes = 1 << 20});
+    for (int pass = 0; pass < 2 - comm.rank(); ++pass) {
+      const auto scope = rank.optimizer.accumulate();
+      rank.backward(pass);
+    }
+    rank.backward(2);
+    rank.optimizer.step();
+  });
+  for (const Failure& failure : all) {
+    CHECK(failure.kind != Kind::none);
+    CHECK_THAT(failure.text, ContainsSubstring("rank 1 has accumulated 1 sharded backward passes "
+                                               "for this step, but rank 0 2"));
+  }
+}
+
+TEST_CASE("stage 3: a rank that steps where another acquires is told") {
+  const std::vector<Failure> all = failures(2, [](const zero::InProcessCommunicator& comm) {
+    Rank<Stage3> rank(comm, make_model(false));
+    if (comm.rank() == 0) rank.optimizer.acquire(1);
+    rank.optimizer.step();
+  });
+  for (const Failure& failure : all) {
+    CHECK(failure.kind != Kind::none);
+    CHECK_THAT(failure.text, ContainsSubstring("rank 1 steps where rank 0 acquires unit 1"));
+  }
+}
+
+TEST_CASE("parameters without values: estimated, and refused where nothing makes them") {
+  std::vector<zero::ShapedParam<float>> store;
+  store.emplace_back("w", std::vector<std::size_t>{100});
+  each(2, [&](zero::InProcessCommunicator& comm) {
+    std::vector<zero::ShapedParam<float>> mine = store;
+    const auto of = zero::EstimateFor::member(comm);
+    const auto estimate = zero::estimate(zero::Sgd{.momentum = 0.9}, mine, of, Stage3{});
+    zero::Settings settings;
+    settings.initial_value = [](std::string_view, std::size_t e) { return double(e); };
+    zero::ZeroSharded optimizer{zero::Sgd{.momentum = 0.9}, mine, comm, Stage3{}, settings};
+    require(optimizer.memory().total() == estimate.optimizer.total(), "estimate");
+    optimizer.acquire(0);
+    require(mine[0].values().size() == 100 && mine[0].values()[99] == 99, "initial values");
+    optimizer.release(0);
+  });
+  const std::vector<Failure> all = failures(2, [&](zero::InProcessCommunicator comm) {
+    std::vector<zero::ShapedParam<float>> mine = store;
+    zero::ZeroSharded optimizer{zero::Sgd{}, mine, comm, Stage3{}};
+  });
+  for (const Failure& failure : all) {
+    require_text(failure, Kind::usage, "has a shape of 100 elements but no values");
+    require_text(failure, Kind::usage, "Settings::initial_value");
+  }
+}
+
+TEST_CASE("plain pointers without a gradient are leased one at stage 2") {
+  each(2, [](zero::InProcessCommunicator& comm) {
+    std::vector<float> values(10, 1.0F);
+    std::vector parameters{zero::ParamRef("w", {10}, values.data(), nullptr)};
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, parameters, comm, Stage2{}};
+    {
+      const auto lease = optimizer.gradient(0);
+      for (float& x : lease.values()) x = 0.25F;
+    }
+    optimizer.mark_ready(0);
+    optimizer.step();
+    require(values[9] == 0.75F, "stepped");
+  });
+}

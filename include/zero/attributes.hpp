@@ -20,7 +20,9 @@ struct Attributes {
   bool unsplittable = false;
   /// Cut only at multiples of this many elements from the parameter's start (say, whole rows).
   std::size_t quantum = 1;
-  /// A parameter whose unit differs from its predecessor's starts a new bucket: a layer, say.
+  /// What stage 3 gathers and lets go of together (`ZeroSharded::acquire`): a layer, say; any
+  /// number. A parameter whose unit differs from its predecessor's starts a new bucket, so let
+  /// units be neighbours. By default all of a model is one unit.
   int unit = 0;
 
   friend bool operator==(const Attributes&, const Attributes&) = default;

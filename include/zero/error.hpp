@@ -26,7 +26,8 @@ class UsageError : public Error {
 };
 
 /// Gradients need more memory before they can be reduced than `Stage2::pool_bytes` (or `Stage3`'s)
-/// allows. The step can't be finished, and peers are told; parameters have not changed.
+/// allows. The step can't be finished and the optimizer can't go on; peers are told, and parameters
+/// have not changed. Make a new one, over a new communicator, with a larger pool.
 class PoolExhausted : public UsageError {
  public:
   /// @param needed bytes that were needed at that moment; in another order it may be less

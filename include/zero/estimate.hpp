@@ -305,7 +305,7 @@ template <class First, class Store, class... P>
   if constexpr (ParamStore<store_type>) {
     using View = detail::choose<detail::BucketViewFamily, detail::DefaultView<store_type>, P...>;
     detail::Inspection seen{.verb = "estimate"};
-    detail::inspect(store, detail::groups_of(options).size(), false, 0, seen);
+    detail::inspect(store, detail::groups_of(options).size(), false, 0, seen, true);
     return detail::estimate_policies<store_type, View>(options, seen, true, of,
                                                        std::move(policies)...);
   }

@@ -51,7 +51,8 @@ concept ElementSpan = ElementSpans<V> && requires { typename V::element_type; };
 /// A named tensor. Intent: the least that a framework must tell of one.
 ///
 ///  1. `name()`, unique within a store, the same on every rank; `shape()` as a span of extents
-///     (empty: a scalar), whose product is `values().size()`.
+///     (empty: a scalar), whose product is `values().size()`; or there are
+///     no values yet (`Settings::initial_value`).
 ///  2. `values()` is a `std::span<T>` of contiguous elements, or a `std::variant` of such spans.
 ///  3. `gradient()` is the same type; its span is empty where there is none this step. It is asked
 ///     for again in every step, so a framework may allocate gradients anew.
@@ -124,7 +125,8 @@ concept FlatParamStore = ParamStore<S> && requires(S& store) {
 template <Element T = float>
 class ParamRef {
  public:
-  /// @param gradient null where the parameter never gets one
+  /// @param gradient null where the parameter never gets one, and at stages 2 and 3, where backward
+  ///        writes to leases
   ParamRef(std::string name, std::vector<std::size_t> shape, T* values, T* gradient,
            Attributes attributes = {}, std::size_t group = 0)
       : name_(std::move(name)),
@@ -169,6 +171,8 @@ class ParamRef {
   std::size_t group_;
 };
 
+template <class T, class... Rest>
+ParamRef(std::string, std::vector<std::size_t>, T*, std::nullptr_t, Rest...) -> ParamRef<T>;
 template <class R>
 ParamRef(std::string, R&, R&) -> ParamRef<std::ranges::range_value_t<R>>;
 template <class R>

@@ -17,8 +17,10 @@
 namespace zero {
 
 /// A name and a shape, for code that works on plain pointers: the optimizer gives it memory, where
-/// `values()` then is, at `Stage3` filled while the parameter's unit is acquired. Until it has,
-/// both spans are empty. Initial values come from `Settings::initial_value`.
+/// `values()` then is; until it has, both spans are empty. At `Stage3` the values mean something
+/// while the parameter's unit is acquired, and otherwise read as zeros or anything
+/// (`Settings::poison_released`: as NaN, once they have been released). Construction needs
+/// `Settings::initial_value`, which makes the first ones.
 template <Element T = float>
 class ShapedParam {
  public:
@@ -29,7 +31,8 @@ class ShapedParam {
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
   [[nodiscard]] std::span<const std::size_t> shape() const noexcept { return shape_; }
   [[nodiscard]] std::span<T> values() const noexcept { return values_; }
-  /// Empty unless the optimizer moves gradients (`ParamAndGradView`): lease them.
+  /// Empty unless the optimizer moves gradients (`ParamAndGradView`). At stages 2 and 3 backward
+  /// may lease gradients all the same (`ZeroSharded::gradient`).
   [[nodiscard]] std::span<T> gradient() const noexcept { return gradient_; }
   [[nodiscard]] const Attributes& attributes() const noexcept { return attributes_; }
   [[nodiscard]] std::size_t group() const noexcept { return group_; }

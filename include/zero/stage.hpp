@@ -55,14 +55,17 @@ enum class Accumulation : std::uint8_t {
   /// before that, but memory for all gradients. The default of `Replicated` and `Stage1`.
   local,
   /// Each backward's are reduced, and added to the sums that a rank keeps of its own part. Traffic
-  /// in each backward, and memory for a few buckets. The default of `Stage2` and `Stage3`, which
-  /// alone have it.
+  /// in each backward, and memory for a few buckets. Only `Stage2` and `Stage3` have it; it is
+  /// their
+  /// default.
   sharded,
 };
 
 /// As `Stage1`, and gradients live only until they are reduced: backward writes them to memory that
 /// the optimizer leases (`ZeroSharded::gradient`), and a communication thread reduces each bucket
 /// as soon as its turn comes and gives its memory back. What stays is the sum of the own part.
+/// The pool is about two buckets, and without a view that moves values staging is another: a model
+/// that is not many times as large saves nothing, so give it smaller buckets (or units).
 ///
 /// Buckets are reduced in one order on all ranks: last parameters first in the first step, and from
 /// then on as they became ready in that. Needs a communicator that can be used from several threads
@@ -71,10 +74,10 @@ struct Stage2 {
   static constexpr bool shards_state = true;
   static constexpr bool shards_gradients = true;
   static constexpr bool shards_values = false;
-  /// Bytes that gradients may take before they are reduced. Whoever needs more waits until buckets
-  /// on their way have been reduced; where none is, the order in which gradients are made needs
-  /// more than there is: `PoolExhausted`. 0: two buckets and what is tied, exceeded where the order
-  /// needs it.
+  /// Bytes that gradients may take before they are reduced. 0: room for two buckets and for tied
+  /// parameters, and more where the order of gradients needs it. A number is kept: whoever needs
+  /// more waits until buckets on their way have been reduced, and makes the peers wait; where none
+  /// is, the order in which gradients are made needs more than there is (`PoolExhausted`).
   std::size_t pool_bytes = 0;
 };
 
@@ -89,7 +92,7 @@ struct Stage3 {
   /// Units of at most so many bytes stay whole on every rank, as at stage 2.
   std::size_t resident_bytes = 0;
   /// How many units are gathered ahead of the one that is acquired, in the order of the step
-  /// before.
+  /// before. They stay until they are acquired, or until the next step.
   std::size_t prefetch = 1;
 };
 

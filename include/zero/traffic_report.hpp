@@ -14,7 +14,7 @@ struct TrafficReport {
   /// One kind of traffic.
   struct Kind {
     double busy = 0;          ///< seconds in which some was under way, waiting for peers included
-    double exposed = 0;       ///< seconds that verbs waited for it
+    double exposed = 0;       ///< seconds that verbs waited for it, and for its thread to wake up
     std::uint64_t bytes = 0;  ///< payload that this rank sent to peers, padding included
     /// The part of its time that computation went on in, in [0, 1]; 1 without traffic.
     [[nodiscard]] double hidden() const noexcept {
@@ -22,7 +22,7 @@ struct TrafficReport {
     }
   };
   Kind reduce{};  ///< of gradients
-  Kind gather{};  ///< of values
+  Kind gather{};  ///< of values: after an update and, at stage 3, of units
 };
 
 }  // namespace zero

@@ -136,12 +136,14 @@ class AccumulationScope {
 ///
 /// Construction and `step` are collective: all ranks call them, in the same order. Verbs may be
 /// called from any thread; `step` must not run at the same time as another verb's use of the same
-/// gradients. Where a verb throws `UsageError`, nothing has changed. Where an operation between
-/// ranks fails, every rank gets a `CommunicatorError`; if a step had begun to update, the optimizer
-/// has failed for good: whatever marks, leases, steps or shows state and options says so. (Between
-/// ranks that share memory one that is reading its peers' is waited for, beyond the timeout, so
-/// that memory may be freed once a verb has thrown.) A moved-from optimizer can only be destroyed
-/// or assigned to; leases and `accumulate()` scopes end before their optimizer does.
+/// gradients. Where a verb throws `UsageError`, nothing has changed, but for `PoolExhausted` and
+/// for what `acquire` throws of ranks that disagree or of memory that was written after its
+/// release: then this optimizer can't go on. Where an operation between ranks fails, every rank
+/// gets a `CommunicatorError`; if a step had begun to update, the optimizer has failed for good:
+/// whatever marks, leases, steps or shows state and options says so. (Between ranks that share
+/// memory one that is reading its peers' is waited for, beyond the timeout, so that memory may be
+/// freed once a verb has thrown.) A moved-from optimizer can only be destroyed or assigned to;
+/// leases and `accumulate()` scopes end before their optimizer does.
 ///
 /// @tparam Opt an `UpdateRule` or a `WholeTensorOptimizer` for every element type of the store
 /// @tparam Store a `ParamStore`, or a reference to one
@@ -266,10 +268,12 @@ class ZeroSharded {
         "communicator");
   }
 
-  /// Leases the memory that backward writes parameter i's gradient to. End the lease before marking
-  /// the parameter. `T` is its element type, needed only where a store has several. Throws
-  /// `UsageError` for a parameter that doesn't exist, is frozen, leased or marked, whose gradient
-  /// is null or of another size or type, and where the store has changed.
+  /// Leases the memory that backward writes parameter i's gradient to: the parameter's own or, at
+  /// stages 2 and 3, memory that is there until the gradient has been marked and sent. End the
+  /// lease before marking the parameter. `T` is its element type, needed only where a store has
+  /// several. Throws `UsageError` for a parameter that doesn't exist, is frozen, leased or marked,
+  /// whose gradient is null (but at stages 2 and 3) or of another size or type, and where the store
+  /// has changed.
   template <Element T = first_element>
   [[nodiscard]] auto gradient(std::size_t i) {
     return GradientLease<Engine, T>(*engine_, i);
@@ -277,8 +281,8 @@ class ZeroSharded {
 
   /// Parameter i's gradient is complete and stays untouched until `step` returns. From any thread,
   /// in any order, once a step. What isn't marked counts as ready at `step` where the store shows a
-  /// gradient, and as absent where it shows none. Throws `UsageError` as `gradient` does, and what
-  /// the communicator throws, since buckets may be sent.
+  /// gradient or one was leased, and as absent elsewhere. Throws `UsageError` as `gradient` does,
+  /// and what the communicator throws, since buckets may be sent.
   void mark_ready(std::size_t i) { engine_->mark(i, detail::Mark::ready); }
 
   /// Parameter i has no gradient on this rank in this step: zeros to the sum. Absent on all ranks,
@@ -314,7 +318,7 @@ class ZeroSharded {
   /// `CommunicatorError`.
   void acquire(int unit) { engine_->acquire(unit); }
   /// Lets go of a unit's values; what was written to them is lost. Throws `UsageError` where it is
-  /// not acquired.
+  /// not acquired. Where values aren't sharded, only the unit's number is checked.
   void release(int unit) { engine_->release(unit); }
 
   /// What this rank's traffic has cost it so far.

@@ -202,8 +202,10 @@ inline void require_same_optimizer(int rank, std::uint64_t theirs, std::uint64_t
 
 /// The same on all ranks, given what each of them said.
 /// @param some_serve whether some ranks of a join have no input
+/// @param keeps_gradients whether the step can be taken again without a backward
 inline void require_agreement_to_step(int rank, const char* text, std::uint64_t options,
-                                      std::uint64_t options_of_rank_0, bool some_serve) {
+                                      std::uint64_t options_of_rank_0, bool some_serve,
+                                      bool keeps_gradients) {
   if (*text == '\0') {
     if (options == options_of_rank_0) return;
     text = some_serve
@@ -212,8 +214,12 @@ inline void require_agreement_to_step(int rank, const char* text, std::uint64_t 
                : "its groups' options differ from rank 0's, or its clip_grad_norm does; set "
                  "the same on all ranks";
   }
-  throw AgreedRefusal("rank " + std::to_string(rank) +
-                      " refused the step, so no rank took it and nothing has changed: " + text);
+  throw AgreedRefusal(
+      "rank " + std::to_string(rank) +
+      (keeps_gradients ? " refused the step, so no rank took it and nothing has changed: "
+                       : " refused the step, so no rank took it; parameters and state are as "
+                         "they were, but this step's gradients are gone, so run backward again: ") +
+      text);
 }
 
 }  // namespace zero::detail

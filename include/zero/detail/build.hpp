@@ -96,6 +96,7 @@ class Builder {
                    state_.world(), partition);
       if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
       require_flat(seen);
+      require_pool(seen);
     } catch (const UsageError& error) {
       if (state_.alone()) throw;
       refusal = text_of(error);
@@ -119,6 +120,7 @@ class Builder {
       grown.emplace(state_.layout->appended(std::span(seen.places).subspan(before)));
       if (View::values == Residency::caller) refuse_separate_ties(state_.store(), seen);
       require_flat(seen);
+      require_pool(seen);
     } catch (const UsageError& error) {
       if (state_.alone()) throw;
       refusal = text_of(error);
@@ -225,6 +227,20 @@ class Builder {
           offset += values.size();
         });
       }
+    }
+  }
+
+  /// Refuses a pool that some gradient alone has no room in.
+  void require_pool(const Inspection& seen) {
+    const std::size_t pool = pool_bytes(state_.stage);
+    const bool reduces = !state_.alone() && state_.settings.gradients == Gradients::local;
+    if (!State::pools_gradients || pool == 0 || !reduces) return;
+    for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+      const std::size_t bytes = seen.parameters[i].elements * seen.parameters[i].element_bytes;
+      if (!stands_alone(seen.parameters, i) || bytes <= pool) continue;
+      refuse_parameter(seen, i,
+                       "has a gradient of " + std::to_string(bytes) + " bytes, but pool_bytes is " +
+                           std::to_string(pool) + "; make it larger, or leave it out");
     }
   }
 

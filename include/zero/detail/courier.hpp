@@ -63,7 +63,10 @@ class Courier {
     }
     if (done_ >= count) return;
     if (failure_ != nullptr) std::rethrow_exception(failure_);
-    throw UsageError("this optimizer gave up after a failure; make a new one");
+    throw UsageError(
+        "this optimizer can't go on after the failure that was thrown before; make a new one, over "
+        "a new "
+        "communicator");
   }
   /// The same of all that has been handed over.
   void wait_for_all() { wait(pushed()); }

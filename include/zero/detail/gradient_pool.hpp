@@ -124,11 +124,12 @@ class GradientPool {
       throw PoolExhausted(
           taken + bytes, limit_,
           std::string(verb) + ": the gradient of " + state_.name_of(leader) + " needs " +
-              std::to_string(bytes) + " bytes, but of the pool's " + std::to_string(limit_) +
-              " (pool_bytes) " + std::to_string(taken) +
-              " are taken by gradients whose buckets are not complete or not at their turn. In "
-              "this order the pool needs at least " +
-              std::to_string(taken + bytes) + "; 0 lets it grow as needed");
+              std::to_string(bytes) + " bytes, but of the pool's " + std::to_string(limit_) + " " +
+              std::to_string(taken) +
+              " hold gradients that can't be reduced yet: buckets go in one order, in the first "
+              "step from the last parameter to the first. Make gradients in that order, or make "
+              "pool_bytes at least " +
+              std::to_string(taken + bytes) + " (or leave it out: the pool then grows as needed)");
     }
     bytes_.add(bytes);
   }

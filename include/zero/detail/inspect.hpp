@@ -161,6 +161,13 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
       info.elements = shaped;
       info.element_bytes = sizeof(typename decltype(values)::value_type);
       if (values.empty() && may_be_empty && !info.frozen) return;
+      if (values.empty() && shaped != 0) {
+        refuse_parameter(out, i,
+                         "has a shape of " + std::to_string(shaped) +
+                             " elements but no values; give it memory, or let "
+                             "Settings::initial_value make its values, which takes a view that "
+                             "moves them (zero::ParamView)");
+      }
       if (shaped != values.size()) {
         refuse_parameter(out, i,
                          "has " + std::to_string(values.size()) + " values, but its shape holds " +

@@ -239,6 +239,7 @@ class OverlappedStep {
     }
     round_is_over_ = true;
     values_.settle();
+    values_.agree_to_step();
     std::optional<StepEnd> ended;
     try {
       ended = agreement_.on_presence(values_.everyone(), refusal, rounds_);

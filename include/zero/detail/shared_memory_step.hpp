@@ -128,7 +128,8 @@ class SharedMemoryStep {
     // Where nothing will be stepped, options may differ.
     for (std::size_t r = 0; r < published.size(); ++r) {
       require_agreement_to_step(static_cast<int>(r), peer(r).step_refusal.c_str(), peer(r).options,
-                                ended ? peer(r).options : peer(0).options, state_.some_serve());
+                                ended ? peer(r).options : peer(0).options, state_.some_serve(),
+                                true);
     }
     if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {

@@ -85,7 +85,8 @@ class StepAgreement {
     for (int r = 0; r < state_.all_ranks(); ++r) {
       const StepMessage theirs = head(r);
       require_agreement_to_step(r, theirs.refusal.data(), theirs.options,
-                                ended ? theirs.options : options_of_rank_0, state_.some_serve());
+                                ended ? theirs.options : options_of_rank_0, state_.some_serve(),
+                                !State::pools_gradients);
     }
     if (ended) return ended;
     state_.agree_on_presence([&](std::size_t i) {

@@ -113,7 +113,10 @@ class StoreReader {
 
  private:
   [[nodiscard]] std::string gradient_size(std::size_t leader, std::size_t found) const {
-    if (found == 0) return state_.name_of(leader) + " has a null gradient; give it memory first";
+    if (found == 0)
+      return state_.name_of(leader) +
+             " has a null gradient; give it memory first, or use zero::ParamAndGradView or "
+             "zero::Stage2";
     return state_.name_of(leader) + "'s gradient has " + std::to_string(found) +
            " elements, but the parameter has " + std::to_string(state_.parameters[leader].elements);
   }

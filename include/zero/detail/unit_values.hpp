@@ -94,7 +94,11 @@ class UnitValues {
     residence_.drop_what_is_ahead([&](const Unit& u) { let_go(u); });
     residence_.end_round();
   }
-  /// The same of a bucket that has been updated, unless it comes and goes.
+  /// All ranks are about to step, and none to acquire a unit. Everything must be settled.
+  void agree_to_step() {
+    if constexpr (State::Stage::shards_values) agree_on({Topic::step, 0});
+  }
+  /// Starts to gather a bucket that has been updated.
   void gather(const Launch& launch) { courier_.push({launch, nullptr}); }
   void wait_for_all() { courier_.wait_for_all(); }
 
@@ -202,7 +206,7 @@ class UnitValues {
   /// On the gathering thread.
   void carry_out(const Gather& errand) {
     if (errand.announced != nullptr) {
-      agree_on(*errand.announced);
+      agree_on({Topic::unit, errand.announced->id});
       return;
     }
     for_each_lane_and(state_, traffic_, [&](auto& lane, auto& traffic) {
@@ -217,22 +221,27 @@ class UnitValues {
     });
   }
 
-  /// Units of equal size would be taken for one another.
-  void agree_on(const Unit& unit) {
-    const UnitAnnouncement mine{Topic::unit, static_cast<std::int64_t>(unit.id)};
+  /// Throws `UsageError` where a rank is at something else. Units of equal size would be taken for
+  /// one another.
+  void agree_on(const UnitAnnouncement& mine) {
     comm_
         ->exchange(std::as_bytes(std::span(&mine, 1)),
                    std::as_writable_bytes(std::span(announcements_)))
         .wait();
-    const UnitAnnouncement& first = announcements_[0];
+    const auto words = [&](std::size_t r) {
+      const UnitAnnouncement& of = announcements_[r];
+      return "rank " + std::to_string(r) +
+             (of.topic == Topic::unit ? " acquires unit " + std::to_string(of.unit)
+                                      : std::string(" steps"));
+    };
     for (std::size_t r = 1; r < announcements_.size(); ++r) {
       const UnitAnnouncement& theirs = announcements_[r];
-      require_topic("acquire", r, theirs.topic, mine.topic);
-      if (theirs.unit == first.unit) continue;
-      throw UsageError("acquire: rank " + std::to_string(r) + " acquires unit " +
-                       std::to_string(theirs.unit) + " where rank 0 acquires unit " +
-                       std::to_string(first.unit) +
-                       "; acquire the same units in the same order on all ranks");
+      if (theirs.topic == announcements_[0].topic && theirs.unit == announcements_[0].unit)
+        continue;
+      throw UsageError((mine.topic == Topic::unit ? "acquire: " : "step: ") + words(r) + " where " +
+                       words(0) +
+                       "; acquire the same units in the same order on all ranks, and step after "
+                       "them. This optimizer can't go on");
     }
   }
 
