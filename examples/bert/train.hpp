@@ -291,7 +291,6 @@ class RankTrainer {
       const zero::TrafficReport before = optimizer.traffic();
       const zero::Outcome outcome = optimizer.step().outcome();
       const zero::TrafficReport after = optimizer.traffic();
-      [[maybe_unused]] const auto now = Clock::now();
       const auto waited = [&](double StepTime::* part, double seconds) {
         clock.add_seconds(part, seconds);
       };
