@@ -171,8 +171,7 @@ class Engine {
         if (state_.settings.gradients == Gradients::reduced) {
           throw UsageError(
               "accumulate: gradients that the caller has reduced (Settings::gradients) are added "
-              "up "
-              "before that; use Accumulation::local");
+              "up before that; use Accumulation::local");
         }
         if (marks_.any_written()) {
           throw UsageError(
@@ -579,7 +578,6 @@ class Engine {
   /// After a step, applied or refused. What was leased from a pool is gone either way: it has been
   /// reduced, or let go of.
   void forget_round(bool applied) noexcept {
-    // What was reduced for nothing is gone, and what was leased has to be written anew.
     marks_.reset(applied || State::pools_gradients);
     accumulated_.reset();
     postponed_.clear();
