@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <limits>
 #include <memory>
 #include <memory_resource>
 #include <numeric>
@@ -541,8 +540,7 @@ class Builder {
 
   template <class U>
   static void poison(std::span<U> array) {
-    std::fill(array.begin(), array.end(),
-              element_traits<U>::store(std::numeric_limits<arithmetic_t<U>>::quiet_NaN()));
+    std::fill(array.begin(), array.end(), poison_of<U>());
   }
 
   /// Copies what is there into arenas; the parameters are handed over later, so that an allocation
