@@ -35,21 +35,17 @@ class UnitResidence {
     last_.fill(-1);
   }
 
-  /// Throws `UsageError` where there is no such unit.
-  [[nodiscard]] std::size_t find(int id, const char* verb) const {
+  /// Of a unit that exists.
+  [[nodiscard]] std::size_t find(int id) const {
     const auto at = std::lower_bound(units_.begin(), units_.end(), id,
                                      [](const Held& u, int wanted) { return u.unit.id < wanted; });
-    if (at == units_.end() || at->unit.id != id) {
-      throw UsageError(std::string(verb) + ": there is no unit " + std::to_string(id) +
-                       "; units are those that parameters' Attributes::unit names");
-    }
     return static_cast<std::size_t>(at - units_.begin());
   }
 
   /// `fetch(unit)` starts to gather a unit and returns what `wait` is to be given.
   template <class Fetch, class Wait>
   void acquire(int id, const Fetch& fetch, const Wait& wait) {
-    const std::size_t u = find(id, "acquire");
+    const std::size_t u = find(id);
     Held& held = units_[u];
     if (held.holds == 0 && comes_and_goes(u)) {
       if (!held.arrival) held.arrival = fetch(held.unit);
@@ -65,7 +61,7 @@ class UnitResidence {
   /// `let_go(unit)` frees its memory.
   template <class LetGo, class Fetch>
   void release(int id, const LetGo& let_go, const Fetch& fetch) {
-    const std::size_t u = find(id, "release");
+    const std::size_t u = find(id);
     Held& held = units_[u];
     if (held.holds == 0) {
       throw AgreedRefusal("release: unit " + std::to_string(id) +
