@@ -80,3 +80,16 @@
 #else
 #define ZERO_POSIX_SIGNALS 0
 #endif
+
+/// Kernels are compiled as C++ and run on a processor: by tests alone, whose build defines it and
+/// force-includes what stands in for CUDA's language extensions.
+#if !defined(ZERO_CUDA_EMULATED)
+#define ZERO_CUDA_EMULATED 0
+#endif
+
+/// Whether this file is compiled by a compiler that may hold kernels, be it for a processor.
+#if defined(__CUDACC__) || ZERO_CUDA_EMULATED
+#define ZERO_CUDA_KERNELS 1
+#else
+#define ZERO_CUDA_KERNELS 0
+#endif
