@@ -84,9 +84,15 @@ class ChunkUpdate {
     for (unsigned s = 0; s != used; ++s) together &= elements_to_vector<width>(state_[s]) == head;
     const unsigned begin = together && head < count ? head : count;
     const unsigned end = begin + (count - begin) / width * width;
-    step(0, begin, false);
-    step(begin, end, true);
-    step(end, count, false);
+    // One loop, so that there is one copy of the arithmetic for all elements: even a compiler that
+    // contracts products and sums treats them alike.
+    for (unsigned at = 0; at < count;) {
+      const bool vectors = at >= begin && at < end;
+      const unsigned stop = at < begin ? begin : vectors ? end : count;
+      step(at, stop, vectors);
+      const unsigned next = at + blockDim.x * per_thread;
+      at = next < stop ? next : stop;
+    }
   }
 
  private:
@@ -107,26 +113,23 @@ class ChunkUpdate {
     Slot state[used + 1][per_thread] = {};
   };
 
-  /// In vectors or not, all elements go through the one copy of the arithmetic that is here, so
-  /// that even a compiler that contracts products and sums treats them alike.
-  __device__ void step(unsigned begin, unsigned end, bool vectors) {
-    for (unsigned at = begin; at < end; at += blockDim.x * per_thread) {
-      Held held;
-      if (vectors) {
-        load_all<width>(held, at, end);
-      } else {
-        load_all<1>(held, at, end);
-      }
-      ZERO_UNROLL
-      for (unsigned k = 0; k < per_thread; ++k) {
-        const unsigned i = vectors ? place<width>(at, k / width) + k % width : place<1>(at, k);
-        step_element(held, k, i, zero::detail::slot_indices<Rule>{});
-      }
-      if (vectors) {
-        store_all<width>(held, at, end);
-      } else {
-        store_all<1>(held, at, end);
-      }
+  /// All threads' next elements, from `at` to at most `end`.
+  __device__ void step(unsigned at, unsigned end, bool vectors) {
+    Held held;
+    if (vectors) {
+      load_all<width>(held, at, end);
+    } else {
+      load_all<1>(held, at, end);
+    }
+    ZERO_UNROLL
+    for (unsigned k = 0; k < per_thread; ++k) {
+      const unsigned i = vectors ? place<width>(at, k / width) + k % width : place<1>(at, k);
+      step_element(held, k, i, zero::detail::slot_indices<Rule>{});
+    }
+    if (vectors) {
+      store_all<width>(held, at, end);
+    } else {
+      store_all<1>(held, at, end);
     }
   }
 
