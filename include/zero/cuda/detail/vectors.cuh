@@ -38,4 +38,36 @@ ZERO_HOST_DEVICE inline unsigned elements_to_vector(const T* from) {
   return static_cast<unsigned>(-index % width);
 }
 
+/// Bytes that a thread of `each_element` has under way at a time.
+inline constexpr unsigned each_element_bytes = 64;
+template <class T>
+inline constexpr unsigned each_element_excess = (each_element_bytes + 2 * access_bytes) / sizeof(T);
+
+/// Calls `body` with each of this thread's elements among `count` that the block's threads share,
+/// and with some zeros: with at most `count / blockDim.x + each_element_excess<T>` in all.
+template <class T, class Body>
+__device__ inline void each_element(const T* from, unsigned count, const Body& body) {
+  constexpr unsigned width = access_bytes / sizeof(T);
+  constexpr unsigned vectors = each_element_bytes / access_bytes;
+  const unsigned skipped = elements_to_vector<width>(from);
+  const unsigned head = skipped < count ? skipped : count;
+  const unsigned end = head + (count - head) / width * width;
+  for (unsigned i = threadIdx.x; i < head + (count - end); i += blockDim.x) {
+    body(from[i < head ? i : i - head + end]);
+  }
+  for (unsigned at = head; at < end; at += blockDim.x * vectors * width) {
+    Vector<T, width> held[vectors] = {};
+    ZERO_UNROLL
+    for (unsigned v = 0; v < vectors; ++v) {
+      const unsigned i = at + (v * blockDim.x + threadIdx.x) * width;
+      if (i < end) held[v] = load_vector<width>(from + i);
+    }
+    ZERO_UNROLL
+    for (unsigned v = 0; v < vectors; ++v) {
+      ZERO_UNROLL
+      for (unsigned j = 0; j < width; ++j) body(held[v].at[j]);
+    }
+  }
+}
+
 }  // namespace zero::cuda::detail
