@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "zero/config.hpp"
 #include "zero/cuda/detail/block_reduce.cuh"
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(reducing_threads) add_squares_kernel(LookTask<
   };
   unsigned used = 0;  // terms that some thread's bin may hold by now
   const auto add_run = [&](const auto* from, unsigned count) {
-    constexpr unsigned share = chunk_elements / 128;
+    constexpr unsigned share = 64;
     for (unsigned done = 0; done < count; done += share * blockDim.x) {
       constexpr unsigned most = share + each_element_excess<std::remove_cvref_t<decltype(*from)>>;
       static_assert(most <= Bins::capacity);

@@ -70,4 +70,40 @@ __device__ inline void each_element(const T* from, unsigned count, const Body& b
   }
 }
 
+/// Elements [begin, end) of `to`, of `f` of those of `from`, in vectors, `w` elements each.
+template <unsigned w, class From, class To, class F>
+__device__ inline void transform_vectors(const From* from, To* to, unsigned begin, unsigned end,
+                                         const F& f) {
+  constexpr unsigned vectors = 4;
+  for (unsigned at = begin; at < end; at += blockDim.x * vectors * w) {
+    Vector<From, w> held[vectors] = {};
+    ZERO_UNROLL
+    for (unsigned v = 0; v < vectors; ++v) {
+      const unsigned i = at + (v * blockDim.x + threadIdx.x) * w;
+      if (i < end) held[v] = load_vector<w>(from + i);
+    }
+    ZERO_UNROLL
+    for (unsigned v = 0; v < vectors; ++v) {
+      const unsigned i = at + (v * blockDim.x + threadIdx.x) * w;
+      Vector<To, w> out;
+      ZERO_UNROLL
+      for (unsigned j = 0; j < w; ++j) out.at[j] = f(held[v].at[j]);
+      if (i < end) store_vector<w>(out, to + i);
+    }
+  }
+}
+
+/// The block's threads set `count` elements of `to` to `f` of those of `from`.
+template <class From, class To, class F>
+__device__ inline void transform_elements(const From* from, To* to, unsigned count, const F& f) {
+  constexpr unsigned width = access_bytes / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
+  const unsigned head = elements_to_vector<width>(to);
+  const bool together = elements_to_vector<width>(from) == head;
+  const unsigned begin = together && head < count ? head : count;
+  const unsigned end = begin + (count - begin) / width * width;
+  transform_vectors<1>(from, to, 0, begin, f);
+  transform_vectors<width>(from, to, begin, end, f);
+  transform_vectors<1>(from, to, end, count, f);
+}
+
 }  // namespace zero::cuda::detail
