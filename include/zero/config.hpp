@@ -93,3 +93,10 @@
 #else
 #define ZERO_CUDA_KERNELS 0
 #endif
+
+/// Before a loop over a device thread's registers, which have no addresses: none of it may be left.
+#if defined(__CUDACC__)
+#define ZERO_UNROLL _Pragma("unroll")
+#else
+#define ZERO_UNROLL
+#endif

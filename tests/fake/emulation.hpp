@@ -28,6 +28,9 @@ cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads,
 #define blockIdx (::zero_emulation::block_index)
 #define blockDim (::zero_emulation::block_size)
 #define gridDim (::zero_emulation::grid_size)
+#if !defined(__launch_bounds__)
+#define __launch_bounds__(...)
+#endif
 
 inline void __syncthreads() {}
 inline void __threadfence() {}

@@ -3,21 +3,20 @@
 /// A sum without rounding.
 #pragma once
 
-#include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+
+#include "zero/config.hpp"
 
 namespace zero::detail {
 
 /// A sum of terms that are not negative, exact: an integer wide enough for all doubles. Its bytes
-/// depend on neither order nor grouping, and equal sums have equal bytes.
+/// depend on neither order nor grouping, and equal sums have equal bytes. Host and device.
 class ExactSum {
  public:
-  void add(const ExactSum& other) noexcept {
+  ZERO_HOST_DEVICE void add(const ExactSum& other) noexcept {
     std::uint64_t carry = 0;
-    for (std::size_t i = 0; i < limbs_.size(); ++i) {
+    for (std::size_t i = 0; i < limbs; ++i) {
       const std::uint64_t theirs = other.limbs_[i];  // which may be ours
       const std::uint64_t sum = limbs_[i] + theirs;
       limbs_[i] = sum + carry;
@@ -28,15 +27,17 @@ class ExactSum {
 
   /// The sum, rounded to the nearest double, ties to even. NaN if a NaN was added, else infinite if
   /// an infinite term was, or if the sum is beyond the doubles.
-  [[nodiscard]] double value() const noexcept {
-    using Limits = std::numeric_limits<double>;
-    if ((not_finite_ & nan) != 0) return Limits::quiet_NaN();
-    if ((not_finite_ & infinite) != 0) return Limits::infinity();
-    std::size_t top = limbs_.size() - 1;
+  [[nodiscard]] ZERO_HOST_DEVICE double value() const noexcept {
+    constexpr std::uint64_t infinity = 0x7ff0000000000000U;
+    constexpr std::uint64_t quiet_nan = 0x7ff8000000000000U;
+    if ((not_finite_ & nan) != 0) return __builtin_bit_cast(double, quiet_nan);
+    if ((not_finite_ & infinite) != 0) return __builtin_bit_cast(double, infinity);
+    std::size_t top = limbs - 1;
     while (top > 0 && limbs_[top] == 0) --top;
     // Sums below 2^53 units are doubles as they are: the unit is the smallest denormal number.
-    const int length = int(64 * top) + int(std::bit_width(limbs_[top]));
-    if (length <= 53) return std::bit_cast<double>(limbs_[0]);
+    int length = int(64 * top);
+    for (std::uint64_t rest = limbs_[top]; rest != 0; rest >>= 1) ++length;
+    if (length <= 53) return __builtin_bit_cast(double, limbs_[0]);
     const int dropped = length - 53;
     const auto limb = std::size_t(dropped) / 64;
     const int shift = dropped % 64;
@@ -51,22 +52,22 @@ class ExactSum {
     }
     // `kept` holds its leading bit, or the next higher one after rounding up: added, not or-ed, it
     // raises the exponent.
-    if (dropped + 1 > 2046) return Limits::infinity();
-    return std::bit_cast<double>((std::uint64_t(dropped) << 52) + kept);
+    if (dropped + 1 > 2046) return __builtin_bit_cast(double, infinity);
+    return __builtin_bit_cast(double, (std::uint64_t(dropped) << 52) + kept);
   }
 
   /// Whether all terms were finite.
-  [[nodiscard]] bool finite() const noexcept { return not_finite_ == 0; }
+  [[nodiscard]] ZERO_HOST_DEVICE bool finite() const noexcept { return not_finite_ == 0; }
 
   /// Adds `number * 2^exponent`, `exponent` at least -1074.
-  void add_integer(std::uint64_t number, int exponent) noexcept {
+  ZERO_HOST_DEVICE void add_integer(std::uint64_t number, int exponent) noexcept {
     const auto at = std::size_t(exponent - lowest_exponent);
     const int shift = int(at % 64);
     add_limb(at / 64, number << shift);
     if (shift != 0) add_limb(at / 64 + 1, number >> (64 - shift));
   }
-  void add_infinity() noexcept { not_finite_ |= infinite; }
-  void add_nan() noexcept { not_finite_ |= nan; }
+  ZERO_HOST_DEVICE void add_infinity() noexcept { not_finite_ |= infinite; }
+  ZERO_HOST_DEVICE void add_nan() noexcept { not_finite_ |= nan; }
 
   friend bool operator==(const ExactSum&, const ExactSum&) = default;
 
@@ -76,7 +77,7 @@ class ExactSum {
   static constexpr std::uint64_t infinite = 1;
   static constexpr std::uint64_t nan = 2;
 
-  void add_limb(std::size_t limb, std::uint64_t number) noexcept {
+  ZERO_HOST_DEVICE void add_limb(std::size_t limb, std::uint64_t number) noexcept {
     limbs_[limb] += number;
     if (limbs_[limb] >= number) return;
     while (++limbs_[++limb] == 0) {
@@ -84,7 +85,8 @@ class ExactSum {
   }
 
   /// Least significant first; room for 2^78 of the largest terms.
-  std::array<std::uint64_t, 34> limbs_{};
+  static constexpr std::size_t limbs = 34;
+  std::uint64_t limbs_[limbs]{};
   std::uint64_t not_finite_ = 0;
 };
 
