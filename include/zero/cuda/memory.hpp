@@ -110,6 +110,7 @@ template <>
 struct Space<MemorySpace::cuda> {
   template <class T>
   using Array = cuda::DeviceArray<T>;
+  using Stream = cuda::StreamView;
 
   [[nodiscard]] static std::pmr::memory_resource* resource(std::pmr::memory_resource* given) {
     return given == huge_page_resource() ? cuda::device_resource() : given;
@@ -138,6 +139,14 @@ struct Space<MemorySpace::cuda> {
       f(begin, staged);
       copy(static_cast<const T*>(staged.data()), staged.size(), to + begin);
     }
+  }
+
+  /// In stream order.
+  template <class T>
+  static void clear(std::span<T> array, Stream stream) {
+    if (array.empty()) return;
+    cuda::check(cudaMemsetAsync(array.data(), 0, array.size_bytes(), stream.get()),
+                "cudaMemsetAsync");
   }
 
  private:

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// What construction does to arrays, wherever they lie. A step does none of this.
+/// What construction does to arrays, wherever they lie. A step does none of this but `clear`.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <memory_resource>
@@ -23,6 +24,8 @@ template <>
 struct Space<MemorySpace::host> {
   template <class T>
   using Array = HostArray<T>;
+  /// Nothing runs but in the caller's thread.
+  struct Stream {};
 
   /// Where arrays come from by default, or the user's.
   [[nodiscard]] static std::pmr::memory_resource* resource(std::pmr::memory_resource* given) {
@@ -42,6 +45,11 @@ struct Space<MemorySpace::host> {
   template <class T, class F>
   static void write(T* to, std::size_t count, F&& f) {
     if (count != 0) std::forward<F>(f)(std::size_t{0}, std::span<T>(to, count));
+  }
+  /// Fills with zeros, which a step does too.
+  template <class T>
+  static void clear(std::span<T> array) {
+    std::fill(array.begin(), array.end(), zero_of<T>());
   }
 };
 
