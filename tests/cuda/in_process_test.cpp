@@ -225,7 +225,8 @@ TEST_CASE("CUDA in-process: one operation's output is the next one's input", "[c
       if (me % 2 == 0) c.enqueue();
       b.wait();
       a.wait();
-      c.wait();
+      c.enqueue();
+      comm.stream().synchronize();
       zero_test::require_same_bits(all, sum, "a chain");
       zero_test::require_same_bits(std::span<const float>(part),
                                    std::span<const float>(sum).subspan(2 * n, n), "its end");

@@ -146,6 +146,7 @@ class InProcessRequest {
   void wait(std::chrono::nanoseconds timeout) {
     on_host([&] { return host_.wait(timeout), true; });
     if (flight_ != nullptr && !rank_->await(flight_->end, timeout, operation_)) {
+      rank_->flights().settle();
       rank_->state().throw_poisoned(rank_->flights().rank(), operation_, sequence_);
     }
     finish();
@@ -191,14 +192,11 @@ class InProcessRequest {
     try {
       met = step();
     } catch (const CommunicatorError&) {
-      throw_own();
+      if (rank_->flights().error()) std::rethrow_exception(rank_->flights().error());
       throw;
     }
-    throw_own();
+    if (flight_ != nullptr && flight_->failed) std::rethrow_exception(rank_->flights().error());
     return met;
-  }
-  void throw_own() const {
-    if (flight_ != nullptr && flight_->error) std::rethrow_exception(flight_->error);
   }
 
   void finish() noexcept {

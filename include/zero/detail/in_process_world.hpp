@@ -219,7 +219,7 @@ class InProcessState {
     poison(failure, rank, [&] { return std::string(text); });
   }
 
-  /// Throws `CommunicatorError` where the world is poisoned.
+  /// Throws `CommunicatorError` where the world is poisoned. Never blocks.
   void check(std::size_t rank) {
     const std::lock_guard lock(mutex_);
     InProcessOperation operation;
@@ -233,12 +233,14 @@ class InProcessState {
     kept_.push_back(std::move(resource));
   }
 
-  /// Throws what an operation of a poisoned world throws.
+  /// Throws what an operation of a poisoned world throws, once no peer reads this rank's memory.
   [[noreturn]] void throw_poisoned(std::size_t rank, const char* name, std::uint64_t sequence) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     InProcessOperation operation;
     operation.name = name;
-    throw error(rank, operation, sequence);
+    const CommunicatorError failure = error(rank, operation, sequence);
+    settle(lock, rank);
+    throw failure;
   }
 
   /// The rank at which the world's failure began, or `size()` where nothing has failed.

@@ -30,7 +30,7 @@ struct InProcessFlight {
   Event ready{};                ///< the rank's memory may be read, and written by itself
   std::array<Event, 2> done{};  ///< by phase: the rank's part of the work
   Event end{};                  ///< no peer reads the rank's memory any more
-  std::exception_ptr error{};   ///< what the rank's own enqueueing threw
+  bool failed = false;          ///< the rank's own enqueueing
 };
 
 /// One rank's flights: taken and given back by the thread that calls the rank's communicator.
@@ -57,7 +57,7 @@ class InProcessFlights {
     return flight;
   }
   void give_back(InProcessFlight& flight) noexcept {
-    flight.error = nullptr;
+    flight.failed = false;
     free_.push_back(&flight);
   }
 
@@ -68,6 +68,26 @@ class InProcessFlights {
     stuck_ =
         !until(state_->timeout(), [&] { return cudaEventQuery(event.get()) != cudaErrorNotReady; });
   }
+
+  /// As above, for all operations that are enqueued.
+  void settle() noexcept {
+    if (last_end_ != nullptr) settle(*last_end_);
+  }
+
+  /// Records in the stream that `flight` is over.
+  void record_end(const InProcessFlight& flight) {
+    flight.end.record(stream_);
+    last_end_ = &flight.end;
+  }
+
+  /// Within a handler, of what the enqueueing of `flight` threw. Poisons the world.
+  void fail(InProcessFlight& flight, const char* operation, const char* why) noexcept {
+    flight.failed = true;
+    if (!error_) error_ = std::current_exception();
+    give_up(CommunicatorFailure::transport, operation, why);
+  }
+  /// What the first of those was.
+  [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
 
   /// Poisons the world.
   void give_up(CommunicatorFailure failure, const char* operation, const char* why) noexcept {
@@ -86,7 +106,7 @@ class InProcessFlights {
                   "one of the ranks takes longer or never ends: look for kernels that wait, or "
                   "allow more time (InProcessOptions::timeout)",
                   std::chrono::duration<double>(timeout).count());
-    stuck_ = true;
+    stuck_ = stuck_ || timeout >= state_->timeout();
     give_up(CommunicatorFailure::timeout, operation, why.data());
   }
 
@@ -112,6 +132,8 @@ class InProcessFlights {
   zero::detail::InProcessState* state_;
   std::size_t rank_;
   bool stuck_ = false;
+  const Event* last_end_ = nullptr;  // what the stream does last but for what is under way
+  std::exception_ptr error_{};
   std::vector<std::unique_ptr<InProcessFlight>> all_{};
   std::vector<InProcessFlight*> free_{};
 };

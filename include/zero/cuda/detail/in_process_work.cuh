@@ -149,22 +149,23 @@ void enqueue_phase(InProcessRanks ranks, std::size_t rank, unsigned phase, void*
       const InProcessFlight& there = flight_of(ranks[peer]);
       stream.wait(phase == 0 ? there.ready : there.done[phase - 1]);
     }
-    if (!last) Work{}(ranks, rank, phase, stream);
-    (last ? own.end : own.done[phase]).record(stream);
+    if (last) return own.owner->record_end(own);
+    Work{}(ranks, rank, phase, stream);
+    own.done[phase].record(stream);
   } catch (const std::exception& failure) {
     // Peers must not free what a part of the work reads, nor this rank what they read.
     if (!last) (void)cudaEventRecord(own.done[phase].get(), stream.get());
     for (std::size_t peer = 0; last && phase > 0 && peer < ranks.size(); ++peer) {
       own.owner->settle(flight_of(ranks[peer]).done[phase - 1]);
     }
-    own.error = std::current_exception();
-    own.owner->give_up(CommunicatorFailure::transport, ranks[rank].name, failure.what());
+    own.owner->fail(own, ranks[rank].name, failure.what());
   }
 }
 
 /// Waits for what has been enqueued of an operation that has failed.
 inline void settle_flights(const InProcessSlot& slot, std::size_t rank) noexcept {
   InProcessFlights& own = *flight_of(slot.ranks[rank]).owner;
+  own.settle();
   for (std::size_t peer = 0; peer < slot.ranks.size(); ++peer) {
     const InProcessSlot::Part& part = slot.parts[peer];
     const unsigned worked = std::min(part.phase, slot.phases - 1);
