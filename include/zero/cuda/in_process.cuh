@@ -310,8 +310,8 @@ class InProcessCommunicator {
   void wait(const Event& event, std::chrono::nanoseconds timeout) {
     if (rank_->guard("wait", [&] { return event.done(); })) return;
     // Waits even in a poisoned world: until then peers may read this rank's memory.
-    (void)rank_->await(event, timeout, "wait");
-    check();
+    if (!rank_->await(event, timeout, "wait")) rank_->flights().settle();
+    rank_->state().check_settled(rank_->flights().rank(), "wait");
   }
 
   /// Throws `CommunicatorError` where the world is poisoned.

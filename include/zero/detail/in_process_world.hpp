@@ -226,6 +226,14 @@ class InProcessState {
     operation.name = "check";
     if (poisoned_) throw error(rank, operation, members_[rank].next);
   }
+  /// As above, once no peer reads this rank's memory.
+  void check_settled(std::size_t rank, const char* name) {
+    std::unique_lock lock(mutex_);
+    if (!poisoned_) return;
+    const std::uint64_t sequence = members_[rank].next;
+    lock.unlock();
+    throw_poisoned(rank, name, sequence);
+  }
 
   /// Keeps `resource`, which peers may still use when its rank has left, as long as the world.
   void keep(std::shared_ptr<const void> resource) {
