@@ -24,9 +24,10 @@ class Step {
   /// Blocks the host until the step is done, no longer than the communicator's timeout, and tells
   /// what it came to. The optimizer must still be there, and not have been moved.
   ///
-  /// Throws what no rank could know when it enqueued the step, on every rank that asks: `UsageError`
-  /// where a rank refused it or ranks differ in their options, so that no rank took it and nothing
-  /// has changed; `CommunicatorError` where a peer failed, `CudaError` where the device did.
+  /// Throws what no rank could know when it enqueued the step, on every rank that asks:
+  /// `UsageError` where a rank refused it or ranks differ in their options, so that no rank took it
+  /// and nothing has changed; `CommunicatorError` where a peer failed, `CudaError` where the device
+  /// did.
   [[nodiscard]] Outcome outcome() const {
     if (report_ == nullptr) {
       throw UsageError(

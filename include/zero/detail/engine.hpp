@@ -305,9 +305,8 @@ class Engine {
           continue;
         }
       }
-      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [&](auto memory) {
-        State::Memory::clear(memory, on...);
-      });
+      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(),
+                         [&](auto memory) { State::Memory::clear(memory, on...); });
     }
   }
 
@@ -561,7 +560,8 @@ class Engine {
       Hash options;
       for (const Opt& group : state_.groups) {
         // A device counts steps on its own: some number that all ranks take.
-        const std::int64_t t = State::space == MemorySpace::cuda ? 1'000'003 : state_.step_number + 1;
+        const std::int64_t t =
+            State::space == MemorySpace::cuda ? 1'000'003 : state_.step_number + 1;
         options.add(fingerprint_(group, t));
       }
       const double norm = state_.scaling.max_norm.value_or(0);

@@ -205,8 +205,7 @@ class Decision {
     return *reinterpret_cast<const StepMessage*>(task_.messages + rank * task_.words);
   }
   [[nodiscard]] __device__ bool present(std::size_t rank, std::size_t i) const {
-    const std::uint32_t* const bits =
-        task_.messages + rank * task_.words + sizeof(StepMessage) / 4;
+    const std::uint32_t* const bits = task_.messages + rank * task_.words + sizeof(StepMessage) / 4;
     return (bits[i / 32] >> (i % 32) & 1U) != 0;
   }
 

@@ -45,6 +45,12 @@
 
 namespace zero::detail {
 
+/// Whether some element type is computed in `A`.
+template <class A, class List>
+inline constexpr bool computes_in = false;
+template <class A, class... T>
+inline constexpr bool computes_in<A, TypeList<T...>> = (std::is_same_v<arithmetic_t<T>, A> || ...);
+
 /// Two streams: the communicator's, in which gradients are packed, reduced and gathered, bucket
 /// after bucket in one fixed order, the same on all ranks; and the caller's, in which sums are
 /// looked at, the step is decided upon, and the shard is updated. What ranks tell each other
@@ -64,20 +70,18 @@ class DeviceStep {
   static_assert(!State::has_replicas,
                 "zero: groups of ranks (zero::HybridCommunicator) are not known on a device");
 
-  template <class A>
-  static constexpr bool computes_in = []<class... T>(TypeList<T...>) {
-    return (std::is_same_v<arithmetic_t<T>, A> || ...);
-  }(typename State::elements{});
-  static constexpr bool floats = computes_in<float>;
-  static constexpr bool doubles = computes_in<double>;
-  template <class A>
-  using Steps = cuda::DeviceArray<cuda::detail::ParameterStep<
-      typename cuda::detail::ScalarsIf<Opt, A, computes_in<A>>::type>>;
+  static constexpr bool floats = computes_in<float, typename State::elements>;
+  static constexpr bool doubles = computes_in<double, typename State::elements>;
+  template <class A, bool needed>
+  using Steps = cuda::DeviceArray<
+      cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>>;
 
   /// What a rank keeps of one lane beside its arrays.
   template <class Lane>
   struct OfLane {
-    cuda::detail::FragmentTable<typename Lane::element> kept;  ///< what it updates, by bucket
+    using Table = cuda::detail::FragmentTable<typename Lane::element>;
+    Table kept;    ///< what it updates, by bucket
+    Table looked;  ///< its own slices, where it updates more than these
     std::optional<Traffic<Lane>> traffic;
   };
   template <class Lanes>
@@ -101,7 +105,8 @@ class DeviceStep {
     order_.rebuild(*state_.layout, [&](std::size_t i) { return state_.steps_alone(i); });
     std::pmr::memory_resource* const memory = state_.memory();
     for_each_lane([&](auto& lane, auto& of) {
-      of.kept = kept_table(lane, memory);
+      of.kept = table_of(lane, State::Stage::shards_state, memory);
+      if (updates_all()) of.looked = table_of(lane, true, memory);
       of.traffic.reset();
       if (state_.alone()) return;
       of.traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
@@ -119,12 +124,13 @@ class DeviceStep {
         facts[i].in_double = std::is_same_v<typename Lane::arithmetic, double> ? 1 : 0;
       });
     }
-    facts_ = cuda::detail::device_copy(std::span<const cuda::detail::ParameterFacts>(facts), memory);
+    facts_ =
+        cuda::detail::device_copy(std::span<const cuda::detail::ParameterFacts>(facts), memory);
     counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
     groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
     uploaded_ = 0;
-    float_steps_ = Steps<float>(count, memory);
-    double_steps_ = Steps<double>(count, memory);
+    float_steps_ = Steps<float, floats>(count, memory);
+    double_steps_ = Steps<double, doubles>(count, memory);
     words_ = cuda::detail::message_words(count);
     message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
     messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
@@ -132,8 +138,8 @@ class DeviceStep {
     cuda::detail::DeviceState state{};
     state.report.scale = state_.scaling.state();
     state.report.step_number = state_.step_number;
-    device_ = cuda::detail::device_copy(
-        std::span<const cuda::detail::DeviceState>(&state, 1), memory);
+    device_ =
+        cuda::detail::device_copy(std::span<const cuda::detail::DeviceState>(&state, 1), memory);
   }
 
   /// What `stream` holds now comes before parameter i's gradient is read.
@@ -163,10 +169,13 @@ class DeviceStep {
 
   [[nodiscard]] std::size_t staging_bytes() const {
     std::size_t sum = facts_.bytes() + counts_.bytes() + groups_.bytes() + float_steps_.bytes() +
-                      double_steps_.bytes() + message_.bytes() + messages_.bytes() + device_.bytes();
+                      double_steps_.bytes() + message_.bytes() + messages_.bytes() +
+                      device_.bytes();
     std::apply(
         [&](const auto&... of) {
-          ((sum += of.kept.bytes() + (of.traffic ? of.traffic->staging_bytes() : 0)), ...);
+          ((sum +=
+            of.kept.bytes() + of.looked.bytes() + (of.traffic ? of.traffic->staging_bytes() : 0)),
+           ...);
         },
         of_lanes_);
     return sum;
@@ -236,7 +245,9 @@ class DeviceStep {
         last_);
   }
   /// In device memory.
-  [[nodiscard]] const double* loss_scale() const { return &device_.data()->report.scale.loss_scale; }
+  [[nodiscard]] const double* loss_scale() const {
+    return &device_.data()->report.scale.loss_scale;
+  }
   /// Blocks the host until nothing is under way.
   [[nodiscard]] Outcome last_outcome() {
     synchronize();
@@ -261,31 +272,36 @@ class DeviceStep {
     }(std::make_index_sequence<State::lane_count>{});
   }
 
-  /// What this rank updates; `begin` as slots count.
+  /// Whether this rank updates more than its own slices.
+  [[nodiscard]] bool updates_all() { return !State::Stage::shards_state && !state_.alone(); }
+
+  /// By bucket, `begin` as slots count.
+  /// @param own its own slices only
   template <class Lane>
-  [[nodiscard]] auto kept_table(Lane& lane, std::pmr::memory_resource* memory) {
+  [[nodiscard]] auto table_of(Lane& lane, bool own, std::pmr::memory_resource* memory) {
     using T = typename Lane::element;
-    const auto fragment = [&](const Fragment& f, std::size_t begin) {
-      T* const values = lane.base != nullptr ? lane.base + f.lane_begin : lane.values_at(f);
-      return cuda::detail::DeviceFragment<T>{
-          values,       nullptr, begin, f.elements, f.parameter_begin,
-          static_cast<std::uint32_t>(f.parameter)};
-    };
     std::vector<std::vector<cuda::detail::DeviceFragment<T>>> buckets(
         state_.layout->buckets(lane.index));
+    const auto add = [&](std::size_t bucket, const Fragment& f, std::size_t begin) {
+      T* const values = lane.base != nullptr ? lane.base + f.lane_begin : lane.values_at(f);
+      buckets[bucket].push_back({values, nullptr, begin, f.elements, f.parameter_begin,
+                                 static_cast<std::uint32_t>(f.parameter)});
+    };
     for (std::size_t b = 0; b < buckets.size(); ++b) {
-      if constexpr (State::Stage::shards_state) {
+      if (own) {
         for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
-          buckets[b].push_back(fragment(lane.owned[k].fragment, lane.owned[k].shard_begin));
+          const OwnedFragment& owned = lane.owned[k];
+          add(b, owned.fragment,
+              State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
         }
       } else {
-        for (const Fragment& f :
-             state_.layout->fragments(lane.index, state_.layout->bucket(lane.index, b))) {
-          buckets[b].push_back(fragment(f, f.lane_begin));
+        const Interval whole = state_.layout->bucket(lane.index, b);
+        for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
+          add(b, f, f.lane_begin);
         }
       }
     }
-    return cuda::detail::FragmentTable<T>(buckets, memory);
+    return typename OfLane<Lane>::Table(buckets, memory);
   }
 
   void start_next_reduce() {
@@ -313,7 +329,8 @@ class DeviceStep {
   /// Options go to the device only when they have changed.
   void upload_options(StreamView stream) {
     if (state_.options == uploaded_) return;
-    cuda::detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)), stream);
+    cuda::detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)),
+                         stream);
     uploaded_ = state_.options;
   }
 
@@ -342,19 +359,19 @@ class DeviceStep {
   [[nodiscard]] const typename Lane::arithmetic* sums_of(const Lane& lane) {
     return reduces() ? lane.reduced.data() : nullptr;
   }
-  template <class Lane, class Of>
-  [[nodiscard]] auto kept_of(Lane& lane, Of& of, Interval buckets, StreamView stream) {
+  template <class Lane, class Table>
+  [[nodiscard]] auto range_of(Lane& lane, Table& table, Interval buckets, StreamView stream) {
     if (!reduces()) {
-      of.kept.find_gradients(
-          buckets, [&](std::size_t i) { return lane.gradients[i]; }, stream);
+      table.find_gradients(buckets, [&](std::size_t i) { return lane.gradients[i]; }, stream);
     }
-    return of.kept.of(buckets);
+    return table.of(buckets);
   }
 
   void look(StreamView stream) {
     for_each_lane([&](auto& lane, auto& of) {
       using T = typename std::remove_cvref_t<decltype(lane)>::element;
-      const auto range = kept_of(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
+      const auto range = range_of(lane, updates_all() ? of.looked : of.kept,
+                                  {0, state_.layout->buckets(lane.index)}, stream);
       const cuda::detail::LookTask<T> task{range.fragments, range.chunks, range.chunk_count,
                                            sums_of(lane), own_message_digits()};
       if (state_.scaling.max_norm) {
@@ -404,9 +421,8 @@ class DeviceStep {
     for (std::size_t k = 0; k < order_.size(); ++k) {
       const Launch& launch = order_[k];
       with_lane(launch.lane, [&](auto& lane, auto& of) {
-        state_.observe(Phase::update, lane.index, launch.bucket, [&] {
-          update(lane, of, {launch.bucket, launch.bucket + 1}, stream);
-        });
+        state_.observe(Phase::update, lane.index, launch.bucket,
+                       [&] { update(lane, of, {launch.bucket, launch.bucket + 1}, stream); });
         let_wait(state_.comm().stream(), stream);
         state_.observe(Phase::gather, lane.index, launch.bucket,
                        [&] { of.traffic->gather(launch.bucket); });
@@ -417,7 +433,7 @@ class DeviceStep {
 
   template <class Lane, class Of>
   void update(Lane& lane, Of& of, Interval buckets, StreamView stream) {
-    const auto range = kept_of(lane, of, buckets, stream);
+    const auto range = range_of(lane, of.kept, buckets, stream);
     cuda::detail::UpdateTask<Opt, typename Lane::storage> task{};
     task.fragments = range.fragments;
     task.chunks = range.chunks;
@@ -504,7 +520,8 @@ class DeviceStep {
     }
   }
 
-  [[nodiscard]] static std::span<const float> as_floats(const cuda::DeviceArray<std::uint32_t>& words) {
+  [[nodiscard]] static std::span<const float> as_floats(
+      const cuda::DeviceArray<std::uint32_t>& words) {
     return {reinterpret_cast<const float*>(words.data()), words.size()};
   }
   [[nodiscard]] static std::span<float> as_floats(cuda::DeviceArray<std::uint32_t>& words) {
@@ -514,8 +531,8 @@ class DeviceStep {
   State& state_;
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
-  std::vector<cuda::Event> marked_{};    ///< by parameter
-  std::vector<std::size_t> awaited_{};   ///< marked, where nothing is sent
+  std::vector<cuda::Event> marked_{};   ///< by parameter
+  std::vector<std::size_t> awaited_{};  ///< marked, where nothing is sent
   cuda::Event begin_{};
   std::array<cuda::Event, 4> turns_{};
   std::size_t turn_ = 0;
@@ -525,8 +542,8 @@ class DeviceStep {
   cuda::DeviceArray<std::int64_t> counts_{};
   cuda::DeviceArray<Opt> groups_{};
   std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
-  Steps<float> float_steps_{};
-  Steps<double> double_steps_{};
+  Steps<float, floats> float_steps_{};
+  Steps<double, doubles> double_steps_{};
   std::size_t words_ = 0;
   std::vector<std::uint32_t> words_to_send_{};
   cuda::DeviceArray<std::uint32_t> message_{};

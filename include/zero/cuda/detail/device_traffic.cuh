@@ -46,7 +46,6 @@ class DeviceTraffic {
         comm_(&comm),
         counts_(static_cast<std::size_t>(comm.size())),
         own_counts_(counts_.size()),
-        sources_(counts_.size()),
         sum_begin_(layout.buckets(lane.index)) {
     std::size_t mine = 0, largest = 0, largest_slice = 0;
     std::vector<std::vector<DeviceFragment<T>>> all(sum_begin_.size());
@@ -144,13 +143,13 @@ class DeviceTraffic {
   }
 
  private:
-  [[nodiscard]] std::vector<DeviceFragment<T>> fragments_of(Interval range, std::size_t from) const {
+  [[nodiscard]] std::vector<DeviceFragment<T>> fragments_of(Interval range,
+                                                            std::size_t from) const {
     std::vector<DeviceFragment<T>> found;
     for (const Fragment& f : layout_->fragments(lane_->index, range)) {
-      T* const values =
-          lane_->base != nullptr ? lane_->base + f.lane_begin : lane_->values_at(f);
-      found.push_back({values, nullptr, f.lane_begin - from, f.elements,
-                       f.parameter_begin, static_cast<std::uint32_t>(f.parameter)});
+      T* const values = lane_->base != nullptr ? lane_->base + f.lane_begin : lane_->values_at(f);
+      found.push_back({values, nullptr, f.lane_begin - from, f.elements, f.parameter_begin,
+                       static_cast<std::uint32_t>(f.parameter)});
     }
     return found;
   }
@@ -204,15 +203,12 @@ class DeviceTraffic {
     } else {
       count_slices(bucket);
       std::fill(own_counts_.begin(), own_counts_.end(), mine.size());
-      comm_
-          ->all_to_all_v(input, counts(), output, std::span<const std::size_t>(own_counts_))
+      comm_->all_to_all_v(input, counts(), output, std::span<const std::size_t>(own_counts_))
           .enqueue();
     }
-    for (std::size_t r = 0; r < sources_.size(); ++r) {
-      sources_[r] = output.data() + r * mine.size();
-    }
-    sum_in_order(std::span<const W* const>(sources_), std::span<A>(sums, mine.size()),
-                 comm_->stream());
+    cuda::detail::reduce<W, A>(
+        counts_.size(), [&](std::size_t r) { return output.data() + r * mine.size(); }, mine.size(),
+        sums, ReduceOp::sum, comm_->stream());
   }
 
   [[nodiscard]] std::span<const std::size_t> counts() const { return counts_; }
@@ -227,7 +223,6 @@ class DeviceTraffic {
   Comm* comm_;
   std::vector<std::size_t> counts_;
   std::vector<std::size_t> own_counts_;
-  std::vector<const W*> sources_;
   std::vector<std::size_t> sum_begin_;
   FragmentTable<T> all_{};  ///< by bucket, in the bucket
   FragmentTable<T> own_{};  ///< the own slices of them, where values are packed

@@ -77,8 +77,8 @@ class FragmentTable {
       last = k + 1;
     }
     if (first >= last) return;
-    upload(fragments_.data() + first,
-           std::as_bytes(std::span(host_).subspan(first, last - first)), stream);
+    upload(fragments_.data() + first, std::as_bytes(std::span(host_).subspan(first, last - first)),
+           stream);
   }
 
   [[nodiscard]] FragmentRange<T> of(Interval buckets) const {

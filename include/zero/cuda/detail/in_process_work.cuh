@@ -54,7 +54,7 @@ void reduce_slice(InProcessRanks ranks, std::size_t begin, std::size_t count, T*
   if (count == 0) return;
   // As on the host, whose sum of one rank keeps a NaN's bits.
   if (ranks.size() == 1 && op == ReduceOp::sum) return copy_elements(source(0), count, out, stream);
-  reduce(ranks.size(), source, count, out, op, stream);
+  reduce<T, T>(ranks.size(), source, count, out, op, stream);
 }
 
 // Each enqueues a rank's part of one phase.

@@ -47,10 +47,16 @@ ZERO_HOST_DEVICE A reduce_step(ReduceOp op, A so_far, A x) noexcept {
   return better || x != x ? x : so_far;
 }
 
+/// As many elements of what sums are rounded to, stored by whole 16 bytes where there are so many.
+template <class T, class Out>
+struct alignas(sizeof(Out) < sizeof(T) ? sizeof(Out) * reduce_lanes<T> : 16) ReducedPack {
+  Out lane[reduce_lanes<T>];
+};
+
 /// @param head elements before the first whole 16 bytes, which all arrays have in the same place
-template <Element T, unsigned capacity>
+template <Element T, Element Out, unsigned capacity>
 __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity> sources,
-                              unsigned ranks, std::size_t head, std::size_t count, T* out,
+                              unsigned ranks, std::size_t head, std::size_t count, Out* out,
                               ReduceOp op) {
   static_assert(16 % sizeof(T) == 0, "elements of 1, 2, 4, 8 or 16 bytes");
   constexpr std::size_t lanes = reduce_lanes<T>;
@@ -61,19 +67,19 @@ __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity>
   const std::size_t packs = (count - head) / lanes;
   for (std::size_t pack = first; pack < packs; pack += stride) {
     const std::size_t i = head + pack * lanes;
-    ReducePack<T> loaded;
     arithmetic_t<T> reduced[lanes];
     for (unsigned r = 0; r < ranks; ++r) {
-      loaded = *reinterpret_cast<const ReducePack<T>*>(sources.at[r] + i);
+      const auto loaded = *reinterpret_cast<const ReducePack<T>*>(sources.at[r] + i);
       for (std::size_t j = 0; j < lanes; ++j) {
         const arithmetic_t<T> x = zero::detail::load_element(loaded.lane[j]);
         reduced[j] = r == 0 ? x : reduce_step(op, reduced[j], x);
       }
     }
+    ReducedPack<T, Out> rounded;
     for (std::size_t j = 0; j < lanes; ++j) {
-      loaded.lane[j] = zero::detail::round_to<T, Rounding::nearest>(reduced[j]);
+      rounded.lane[j] = zero::detail::round_to<Out, Rounding::nearest>(reduced[j]);
     }
-    *reinterpret_cast<ReducePack<T>*>(out + i) = loaded;
+    *reinterpret_cast<ReducedPack<T, Out>*>(out + i) = rounded;
   }
 
   const std::size_t tail = head + packs * lanes;
@@ -84,22 +90,26 @@ __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity>
     for (unsigned r = 1; r < ranks; ++r) {
       reduced = reduce_step(op, reduced, zero::detail::load_element(sources.at[r][i]));
     }
-    out[i] = zero::detail::round_to<T, Rounding::nearest>(reduced);
+    out[i] = zero::detail::round_to<Out, Rounding::nearest>(reduced);
   }
 }
 
-template <Element T, unsigned capacity, class Source>
-void launch_reduce(unsigned ranks, Source source, std::size_t count, T* out, ReduceOp op,
+template <Element T, Element Out, unsigned capacity, class Source>
+void launch_reduce(unsigned ranks, Source source, std::size_t count, Out* out, ReduceOp op,
                    StreamView stream) {
   constexpr std::size_t bytes = sizeof(ReducePack<T>);
-  const auto misalignment = [](const T* x) { return reinterpret_cast<std::uintptr_t>(x) % bytes; };
+  const auto misalignment = [](const void* x) {
+    return reinterpret_cast<std::uintptr_t>(x) % bytes;
+  };
   ReduceSources<T, capacity> sources{};
-  bool alike = misalignment(out) % sizeof(T) == 0;
+  bool alike = true;
   for (unsigned r = 0; r < ranks; ++r) {
     sources.at[r] = source(r);
-    alike = alike && misalignment(sources.at[r]) == misalignment(out);
+    alike = alike && misalignment(sources.at[r]) == misalignment(sources.at[0]);
   }
-  const std::size_t before = (bytes - misalignment(out)) % bytes / sizeof(T);
+  const std::size_t before = (bytes - misalignment(sources.at[0])) % bytes / sizeof(T);
+  alike = alike && misalignment(sources.at[0]) % sizeof(T) == 0 &&
+          reinterpret_cast<std::uintptr_t>(out + before) % alignof(ReducedPack<T, Out>) == 0;
   const std::size_t head = alike ? std::min(before, count) : count;
 
   constexpr unsigned threads = 256, most_blocks = 2048;
@@ -107,21 +117,22 @@ void launch_reduce(unsigned ranks, Source source, std::size_t count, T* out, Red
   const std::size_t items = std::max(packs, count - packs * reduce_lanes<T>);
   const auto blocks =
       static_cast<unsigned>(std::min<std::size_t>((items + threads - 1) / threads, most_blocks));
-  launch("launch of the in-process reduction", &reduce_kernel<T, capacity>, {blocks, threads},
-         stream, sources, ranks, head, count, out, op);
+  launch("reduce", &reduce_kernel<T, Out, capacity>, {blocks, threads}, stream, sources, ranks,
+         head, count, out, op);
 }
 
 /// Enqueues `out[i] = ((x0[i] + x1[i]) + x2[i]) + …` (or minimum, maximum) for all `count`
-/// elements, in `arithmetic_t<T>`, rounded to `T` once, to nearest. `source(r)` is where array r of
-/// `ranks` starts. `out` is disjoint from every array or is exactly one of them. Throws
+/// elements, in `arithmetic_t<T>`, rounded to `Out` once, to nearest. `source(r)` is where array r
+/// of `ranks` starts. `out` is disjoint from every array or is exactly one of them. Throws
 /// `CudaError`.
-template <Element T, class Source>
-void reduce(std::size_t ranks, Source source, std::size_t count, T* out, ReduceOp op,
+/// @tparam Out `T`, or its arithmetic type
+template <Element T, Element Out, class Source>
+void reduce(std::size_t ranks, Source source, std::size_t count, Out* out, ReduceOp op,
             StreamView stream) {
   constexpr unsigned few = 16;
   const auto k = static_cast<unsigned>(ranks);
-  if (k <= few) return launch_reduce<T, few>(k, source, count, out, op, stream);
-  launch_reduce<T, max_reduce_sources>(k, source, count, out, op, stream);
+  if (k <= few) return launch_reduce<T, Out, few>(k, source, count, out, op, stream);
+  launch_reduce<T, Out, max_reduce_sources>(k, source, count, out, op, stream);
 }
 
 }  // namespace zero::cuda::detail

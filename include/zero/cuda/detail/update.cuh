@@ -21,8 +21,8 @@
 namespace zero::cuda::detail {
 
 template <class Rule, class S>
-using rule_scalars = decltype(std::declval<const Rule&>().template scalars<typename S::arithmetic>(
-    std::int64_t{1}));
+using rule_scalars =
+    decltype(std::declval<const Rule&>().template scalars<typename S::arithmetic>(std::int64_t{1}));
 
 /// @tparam S a `zero::detail::Storage`
 template <class Rule, class S>
