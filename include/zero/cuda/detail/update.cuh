@@ -172,16 +172,20 @@ class ChunkUpdate {
     } else {
       load<w>(values_, held.values, at, end);
     }
-    ZERO_UNROLL
-    for (unsigned s = 0; s != used; ++s) load<w>(state_[s], held.state[s], at, end);
+    if constexpr (used != 0) {
+      ZERO_UNROLL
+      for (unsigned s = 0; s < used; ++s) load<w>(state_[s], held.state[s], at, end);
+    }
     if (gradient_ != nullptr) load<w>(gradient_, held.gradient, at, end);
   }
   template <unsigned w>
   __device__ void store_all(const Held& held, unsigned at, unsigned end) const {
     if constexpr (S::has_master) store<w>(held.master, master_, at, end);
     store<w>(held.values, values_, at, end);
-    ZERO_UNROLL
-    for (unsigned s = 0; s != used; ++s) store<w>(held.state[s], state_[s], at, end);
+    if constexpr (used != 0) {
+      ZERO_UNROLL
+      for (unsigned s = 0; s < used; ++s) store<w>(held.state[s], state_[s], at, end);
+    }
   }
 
   /// Element number `i` of the chunk, which is the thread's number `k`.
