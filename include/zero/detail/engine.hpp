@@ -116,7 +116,9 @@ class Engine {
                             : " has a null gradient; give it memory, or call mark_absent"));
     }
     if (!counts) return;
-    if constexpr (sizeof...(On) != 0) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    if constexpr (State::space == MemorySpace::cuda) {
+      if (mark == Mark::ready) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    }
     if (!marks_.mark(i, mark)) return;
     or_give_up(false, [&] { way_.complete(leader); });
   }

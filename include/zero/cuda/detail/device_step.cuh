@@ -114,6 +114,7 @@ class DeviceStep {
     });
     const std::size_t count = state_.parameters.size();
     marked_.resize(count);
+    late_.assign(count, 0);
     std::vector<cuda::detail::ParameterFacts> facts(count);
     for (std::size_t i = 0; i < count; ++i) {
       const ParameterInfo& info = state_.parameters[i];
@@ -152,9 +153,12 @@ class DeviceStep {
     }
   }
 
+  /// Parameter i's gradient is there when the step's stream comes to the step, and not before.
+  void note_mark(std::size_t i) { late_[state_.parameters[i].leader] = 1; }
+
   /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
   void complete(std::size_t leader) {
-    if (!reduces()) return;
+    if (!reduces() || late_[leader] != 0) return;
     order_.complete(*state_.layout, leader);
     while (order_.turn_has_come()) start_next_reduce();
   }
@@ -163,6 +167,7 @@ class DeviceStep {
   void forget() {
     order_.begin_round();
     awaited_.clear();
+    std::fill(late_.begin(), late_.end(), std::uint8_t{0});
   }
 
   void give_up(const std::string&) noexcept {}
@@ -533,6 +538,7 @@ class DeviceStep {
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
   std::vector<cuda::Event> marked_{};   ///< by parameter
   std::vector<std::size_t> awaited_{};  ///< marked, where nothing is sent
+  std::vector<std::uint8_t> late_{};    ///< by parameter: sent by the step, not before
   cuda::Event begin_{};
   std::array<cuda::Event, 4> turns_{};
   std::size_t turn_ = 0;
