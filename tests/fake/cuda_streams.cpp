@@ -99,6 +99,11 @@ Runtime& runtime() {
   return all;
 }
 
+std::uint64_t& wait_to_ignore() {
+  thread_local std::uint64_t count = 0;
+  return count;
+}
+
 int& current_device() {
   thread_local int device = 0;
   return device;
@@ -387,8 +392,8 @@ cudaError_t launch_grid(cudaStream_t stream, dim3 blocks, dim3 threads,
 
 }  // namespace detail
 
-cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads,
-                   std::function<void()> body) {
+cudaError_t launch_function(cudaStream_t stream, unsigned blocks, unsigned threads,
+                            std::function<void()> body) {
   return detail::call("cudaLaunchKernel", [&] {
     return detail::launch_grid(stream, dim3(blocks), dim3(threads), std::move(body));
   });
@@ -536,6 +541,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
       return cudaErrorStreamCaptureIsolation;
     }
     if (awaited.ticket == nullptr) return cudaSuccess;
+    if (wait_to_ignore() != 0 && --wait_to_ignore() == 0) return cudaSuccess;
     const cudaError_t code = order_with_legacy(waiting);
     if (code != cudaSuccess) return code;
     waiting.wait_for(awaited.ticket);

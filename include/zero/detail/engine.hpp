@@ -104,6 +104,7 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join(verb);
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device(verb, on...);
     reader_.require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
@@ -359,6 +360,7 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("step");
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device("step", on...);
     bool updating = false;
     StepEnd end = StepEnd::applied;
     try {

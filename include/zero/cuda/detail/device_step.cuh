@@ -93,7 +93,9 @@ class DeviceStep {
 
  public:
   /// To be followed by `rebuild`.
-  explicit DeviceStep(State& state) : state_(state) {}
+  explicit DeviceStep(State& state) : state_(state) {
+    cuda::check(cudaGetDevice(&own_device_), "cudaGetDevice");
+  }
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
   /// Memory is freed in the order of the legacy default stream: after what is under way.
@@ -141,6 +143,24 @@ class DeviceStep {
     state.report.step_number = state_.step_number;
     device_ =
         cuda::detail::device_copy(std::span<const cuda::detail::DeviceState>(&state, 1), memory);
+  }
+
+  /// Throws `UsageError` unless the optimizer's device is current, and `stream`'s.
+  void require_device(const char* verb, StreamView stream = {}) const {
+    int current = 0, of_stream = 0;
+    cuda::check(cudaGetDevice(&current), "cudaGetDevice");
+    const std::string ours = std::to_string(own_device_);
+    if (current != own_device_) {
+      throw UsageError(std::string(verb) + ": device " + std::to_string(current) +
+                       " is current, but this optimizer was made on device " + ours +
+                       "; call cudaSetDevice(" + ours + ") in this thread first");
+    }
+    cuda::check(cudaStreamGetDevice(stream.get(), &of_stream), "cudaStreamGetDevice");
+    if (of_stream != own_device_) {
+      throw UsageError(std::string(verb) + ": the stream is of device " +
+                       std::to_string(of_stream) + ", but this optimizer was made on device " +
+                       ours + "; give it a stream of that device");
+    }
   }
 
   /// What `stream` holds now comes before parameter i's gradient is read.
@@ -534,6 +554,7 @@ class DeviceStep {
   }
 
   State& state_;
+  int own_device_ = 0;
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
   std::vector<cuda::Event> marked_{};   ///< by parameter
