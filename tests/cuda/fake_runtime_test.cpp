@@ -15,6 +15,12 @@
 #include "zero/cuda/detail/launch.cuh"
 #include "zero/cuda/stream.hpp"
 
+// What nvcc's code calls.
+extern "C" void __cudaRegisterFunction(void** handle, const char* stub, char* device_function,
+                                       const char* device_name, int thread_limit, uint3* thread,
+                                       uint3* block, dim3* block_dim, dim3* grid_dim,
+                                       int* warp_size);
+
 namespace fake = zero_emulation;
 using zero::cuda::Event;
 using zero::cuda::Stream;
@@ -30,6 +36,8 @@ __global__ void add(int* values, int n, int summand) {
 }
 
 __global__ void throws() { throw std::runtime_error("illegal"); }
+
+__global__ void meets() { __syncthreads(); }
 
 __global__ void count_threads(int* at) { atomicAdd(at, 1); }
 
@@ -542,3 +550,102 @@ TEST_CASE("What is alive is counted") {
   CHECK(fake::alive().events == before.events);
   CHECK(fake::alive().allocations == before.allocations);
 }
+
+TEST_CASE("What belongs to a broken device can be given back") {
+  const fake::Alive before = fake::alive();
+  {
+    const Fresh fresh;
+    const Stream stream;
+    const Event event;
+    const Managed<int> values(1);
+    void* in_order = nullptr;
+    REQUIRE(cudaMallocAsync(&in_order, 4, stream.view().get()) == cudaSuccess);
+    launch("throws", throws, {1, 1}, stream);
+    event.record(stream);
+    CHECK(cudaEventSynchronize(event.get()) == cudaErrorLaunchFailure);
+    CHECK_THROWS_AS(event.done(), zero::CudaError);
+    CHECK(cudaFreeAsync(in_order, stream.view().get()) == cudaErrorLaunchFailure);
+  }
+  CHECK(fake::alive().streams == before.streams);
+  CHECK(fake::alive().events == before.events);
+  CHECK(fake::alive().allocations == before.allocations);
+}
+
+TEST_CASE("A device breaks for itself") {
+  const Fresh fresh;
+  fake::set_devices(2);
+  const Stream first;
+  REQUIRE(cudaSetDevice(1) == cudaSuccess);
+  const Stream second;
+  launch("throws", throws, {1, 1}, second);
+  REQUIRE(cudaSetDevice(0) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(second.view().get()) == cudaErrorLaunchFailure);
+  CHECK(cudaStreamSynchronize(first.view().get()) == cudaSuccess);
+}
+
+TEST_CASE("Threads of a block that wait for each other are refused") {
+  const Fresh fresh;
+  const Stream stream;
+  launch("meets", meets, {4, 1}, stream);
+  stream.synchronize();
+  launch("meets", meets, {1, 2}, stream);
+  CHECK(cudaStreamSynchronize(stream.view().get()) == cudaErrorLaunchFailure);
+}
+
+TEST_CASE("A kernel that was registered is launched as the function provided for it") {
+  const Fresh fresh;
+  const Stream stream;
+  Managed<int> values(4, 1);
+  static const char stub = 0;
+  int* data = values.data();
+  int n = 4;
+  int summand = 5;
+  void* arguments[] = {&data, &n, &summand};
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaErrorInvalidDeviceFunction);
+  __cudaRegisterFunction(nullptr, &stub, nullptr, "add_on_device", -1, nullptr, nullptr, nullptr,
+                         nullptr, nullptr);
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaErrorNoKernelImageForDevice);
+  fake::provide("add_on_device", add);
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaSuccess);
+  summand = 1000;  // read at launch
+  stream.synchronize();
+  CHECK(values.values() == std::vector<int>(4, 6));
+}
+
+TEST_CASE("Synchronising a blocking stream waits for no work of the legacy stream's") {
+  const Fresh fresh;
+  cudaStream_t blocking = nullptr;
+  REQUIRE(cudaStreamCreate(&blocking) == cudaSuccess);
+  Gate gate;
+  gate.hold(StreamView());
+  REQUIRE(cudaStreamSynchronize(blocking) == cudaSuccess);
+  REQUIRE(fake::enqueue(blocking, [] {}) == cudaSuccess);
+  CHECK(cudaStreamQuery(blocking) == cudaErrorNotReady);
+  gate.open();
+  REQUIRE(cudaStreamSynchronize(blocking) == cudaSuccess);
+  REQUIRE(cudaStreamDestroy(blocking) == cudaSuccess);
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" int __asan_address_is_poisoned(void const volatile* address);
+
+TEST_CASE("AddressSanitizer sees what lies behind memory and what was freed") {
+  const Fresh fresh;
+  const Stream stream;
+  Gate gate;
+  void* pointer = nullptr;
+  REQUIRE(cudaMallocAsync(&pointer, 100, stream.view().get()) == cudaSuccess);
+  const char* bytes = static_cast<const char*>(pointer);
+  CHECK(!__asan_address_is_poisoned(bytes + 99));
+  CHECK(__asan_address_is_poisoned(bytes + 100));
+  gate.hold(stream);
+  REQUIRE(cudaFreeAsync(pointer, stream.view().get()) == cudaSuccess);
+  CHECK(!__asan_address_is_poisoned(bytes));  // in stream order
+  gate.open();
+  stream.synchronize();
+  CHECK(__asan_address_is_poisoned(bytes));
+}
+#endif

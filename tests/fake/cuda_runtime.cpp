@@ -119,7 +119,8 @@ cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type) {
   if (bytes == 0) return type == cudaMemoryTypeManaged ? cudaErrorInvalidValue : cudaSuccess;
   Device& device = runtime().devices[current_device()];
   const Block block{bytes, type, current_device(), true};
-  if (counts_as_device_memory(block) && bytes > runtime().total_memory - device.in_use)
+  if (counts_as_device_memory(block) &&
+      (device.in_use > runtime().total_memory || bytes > runtime().total_memory - device.in_use))
     return cudaErrorMemoryAllocation;
   // As aligned as CUDA's, and of the exact size, so that AddressSanitizer sees what lies behind.
   if (posix_memalign(pointer, 256, bytes) != 0) return cudaErrorMemoryAllocation;
@@ -164,7 +165,7 @@ cudaError_t forget(void* pointer, bool of_host) {
 cudaError_t free_waiting(const char* function, void* pointer, bool of_host) {
   Waits waits;
   bool known = false;
-  const cudaError_t code = call(
+  const cudaError_t code = release_call(
       function,
       [&] {
         if (pointer == nullptr) return cudaSuccess;
@@ -237,7 +238,7 @@ cudaError_t copy(const char* function, void* to, const void* from, std::size_t b
         const cudaError_t code = submit(found, Work::copy, std::move(body));
         if (code != cudaSuccess || !waits_for_end) return code;
         ++runtime().counted.host_synchronizations;
-        waits.push_back(found.mark());
+        waits.tickets.push_back(found.mark());
         return code;
       },
       &waits);
@@ -298,8 +299,7 @@ cudaError_t admit(const char* function) {
     all.faults.erase(fault);
     return code;
   }
-  return static_cast<cudaError_t>(
-      all.devices[current_device()].broken.load(std::memory_order_relaxed));
+  return cudaSuccess;
 }
 
 }  // namespace detail
@@ -383,16 +383,14 @@ void scramble_blocks(std::uint64_t seed) {
 using namespace zero_emulation::detail;
 
 cudaError_t cudaGetLastError() {
-  const cudaError_t broken = static_cast<cudaError_t>(
-      runtime().devices[current_device()].broken.load(std::memory_order_relaxed));
+  const cudaError_t lasting = broken(current_device());
   const cudaError_t code = std::exchange(last_error, cudaSuccess);
-  return broken != cudaSuccess ? broken : code;
+  return lasting != cudaSuccess ? lasting : code;
 }
 
 cudaError_t cudaPeekAtLastError() {
-  const cudaError_t broken = static_cast<cudaError_t>(
-      runtime().devices[current_device()].broken.load(std::memory_order_relaxed));
-  return broken != cudaSuccess ? broken : last_error;
+  const cudaError_t lasting = broken(current_device());
+  return lasting != cudaSuccess ? lasting : last_error;
 }
 
 const char* cudaGetErrorName(cudaError_t code) {
@@ -432,8 +430,7 @@ cudaError_t cudaSetDevice(int device) {
     if (runtime().device_count == 0) return cudaErrorNoDevice;
     if (!is_device(device)) return cudaErrorInvalidDevice;
     current_device() = device;
-    return static_cast<cudaError_t>(
-        runtime().devices[device].broken.load(std::memory_order_relaxed));
+    return broken(device);
   });
 }
 
@@ -553,7 +550,7 @@ cudaError_t cudaMallocAsync(void** pointer, std::size_t bytes, cudaStream_t stre
 }
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
-  return call("cudaFreeAsync", [&] {
+  return release_call("cudaFreeAsync", [&] {
     if (pointer == nullptr) return cudaSuccess;
     Stream& found = *find(stream);
     if (found.capture != nullptr) return cudaErrorStreamCaptureUnsupported;

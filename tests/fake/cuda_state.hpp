@@ -120,9 +120,10 @@ class Stream {
   };
 
   void work_loop();
-  void run(Task& task, std::uint64_t& random);
+  void run(Task& task);
   ~Stream();
 
+  const std::uint64_t number_;
   TicketPool tickets_;
   std::uint64_t pushed_ = 0;
   Ticket* last_signal_ = nullptr;  // pushed last
@@ -202,7 +203,7 @@ struct Runtime {
   std::atomic<std::uint64_t> delay_seed{0};
   std::atomic<unsigned> delay_microseconds{0};
   std::atomic<std::uint64_t> scramble_seed{0};
-  std::atomic<std::uint64_t> streams_made{0};
+  std::uint64_t streams_made = 0;
   std::atomic<int> streams_draining{0};
 };
 [[nodiscard]] Runtime& runtime();
@@ -210,12 +211,20 @@ struct Runtime {
 /// Of the calling thread.
 [[nodiscard]] int& current_device();
 
-/// Tickets that a call waits for once it has let go of the lock.
-using Waits = std::vector<Ticket*>;
+/// What a call waits for once it has let go of the lock, and the device that may have broken
+/// meanwhile.
+struct Waits {
+  std::vector<Ticket*> tickets = {};
+  int device = current_device();
+};
+
+[[nodiscard]] inline cudaError_t broken(int device) {
+  return static_cast<cudaError_t>(runtime().devices[device].broken.load(std::memory_order_relaxed));
+}
 
 // In a call, under the lock:
 
-/// The error that a call of this name ends with before it does anything.
+/// The error that a call of this name ends with before it does anything, but for a broken device's.
 [[nodiscard]] cudaError_t admit(const char* function);
 /// What the handle stands for, which may be one of the default streams.
 [[nodiscard]] Stream* find(cudaStream_t stream);
@@ -243,14 +252,28 @@ cudaError_t call(const char* function, const Body& body, Waits* waits = nullptr)
   {
     const HostGuard guard;
     code = admit(function);
+    if (code == cudaSuccess) code = broken(current_device());
     if (code == cudaSuccess) code = body();
   }
   if (waits != nullptr && code == cudaSuccess) {
     await(*waits);
-    code = static_cast<cudaError_t>(
-        runtime().devices[current_device()].broken.load(std::memory_order_relaxed));
+    code = broken(waits->device);
   }
   return note(code);
+}
+
+/// As `call`, of a function that gives something back: of a broken device too, though it fails.
+template <class Body>
+cudaError_t release_call(const char* function, const Body& body, Waits* waits = nullptr) {
+  cudaError_t code = cudaSuccess;
+  {
+    const HostGuard guard;
+    code = admit(function);
+    if (code == cudaSuccess) code = body();
+  }
+  if (code != cudaSuccess) return note(code);
+  if (waits != nullptr) await(*waits);
+  return note(broken(current_device()));
 }
 
 /// A kernel over a grid; `thread` runs once for each thread.

@@ -146,7 +146,12 @@ Ticket* TicketPool::take() {
 }
 
 Stream::Stream(int on_device, unsigned with_flags, int with_priority)
-    : device(on_device), flags(with_flags), priority(with_priority), tail_(new Node), head_(tail_) {
+    : device(on_device),
+      flags(with_flags),
+      priority(with_priority),
+      number_(runtime().streams_made++),
+      tail_(new Node),
+      head_(tail_) {
   static const Drain drain;
   sem_init(&ready_, 0, 0);
   std::thread([this] { work_loop(); }).detach();
@@ -194,14 +199,13 @@ bool Stream::is_idle() const {
 }
 
 void Stream::work_loop() {
-  std::uint64_t random = runtime().streams_made.fetch_add(1, std::memory_order_relaxed);
   while (true) {
     while (sem_wait(&ready_) != 0) {  // interrupted by a signal
     }
     Node* next = head_->next.load(std::memory_order_acquire);
     delete std::exchange(head_, next);
     if (next->task.kind == Task::Kind::quit) break;
-    run(next->task, random);
+    run(next->task);
   }
   if (head_->task.ticket != nullptr) {
     head_->task.ticket->signal();
@@ -214,21 +218,22 @@ void Stream::work_loop() {
   runtime().streams_draining.fetch_sub(1, std::memory_order_relaxed);
 }
 
-void Stream::run(Task& task, std::uint64_t& random) {
+void Stream::run(Task& task) {
   Runtime& all = runtime();
   const unsigned longest = all.delay_microseconds.load(std::memory_order_relaxed);
   if (longest > 0) {
-    random ^= all.delay_seed.load(std::memory_order_relaxed);
+    std::uint64_t random = all.delay_seed.load(std::memory_order_relaxed) + (number_ << 32) +
+                           completed_.load(std::memory_order_relaxed);
     std::this_thread::sleep_for(std::chrono::microseconds(next_random(random) % (longest + 1)));
   }
-  std::atomic<int>& broken = all.devices[device].broken;
+  std::atomic<int>& error = all.devices[device].broken;
   switch (task.kind) {
     case Task::Kind::run:
-      if (broken.load(std::memory_order_relaxed) == cudaSuccess) {
+      if (error.load(std::memory_order_relaxed) == cudaSuccess) {
         try {
           task.body();
         } catch (...) {
-          broken.store(cudaErrorLaunchFailure, std::memory_order_relaxed);
+          error.store(cudaErrorLaunchFailure, std::memory_order_relaxed);
         }
       }
       task.body = nullptr;
@@ -347,17 +352,17 @@ cudaError_t submit(Stream& stream, Work work, std::function<void()> body) {
 void wait_for_device(int device, Waits& waits) {
   Device& all = runtime().devices[device];
   for (Stream* stream : all.streams) {
-    if (stream->capture == nullptr) waits.push_back(stream->mark());
+    if (stream->capture == nullptr) waits.tickets.push_back(stream->mark());
   }
-  if (all.legacy != nullptr) waits.push_back(all.legacy->mark());
+  if (all.legacy != nullptr) waits.tickets.push_back(all.legacy->mark());
   for (Ticket* ticket : all.draining) {
     ticket->hold();
-    waits.push_back(ticket);
+    waits.tickets.push_back(ticket);
   }
 }
 
 void await(Waits& waits) {
-  for (Ticket* ticket : waits) {
+  for (Ticket* ticket : waits.tickets) {
     ticket->wait();
     ticket->drop();
   }
@@ -452,7 +457,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  return call("cudaStreamDestroy", [&] {
+  return release_call("cudaStreamDestroy", [&] {
     if (is_default(stream)) return cudaErrorInvalidResourceHandle;
     --runtime().living.streams;
     destroy(find(stream));
@@ -467,10 +472,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
       [&] {
         Stream& found = *find(stream);
         ++runtime().counted.host_synchronizations;
-        cudaError_t code = unsupported_in_capture(found);
-        if (code == cudaSuccess) code = order_with_legacy(found);
-        if (code == cudaSuccess) waits.push_back(found.mark());
-        return code;
+        const cudaError_t code = unsupported_in_capture(found);
+        if (code != cudaSuccess) return code;
+        waits.device = found.device;
+        waits.tickets.push_back(found.mark());
+        return cudaSuccess;
       },
       &waits);
 }
@@ -480,7 +486,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
     Stream& found = *find(stream);
     const cudaError_t code = unsupported_in_capture(found);
     if (code != cudaSuccess) return code;
-    return found.is_idle() ? cudaSuccess : cudaErrorNotReady;
+    return found.is_idle() ? broken(found.device) : cudaErrorNotReady;
   });
 }
 
@@ -589,7 +595,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  return call("cudaEventDestroy", [&] {
+  return release_call("cudaEventDestroy", [&] {
     if (event == nullptr) return cudaErrorInvalidResourceHandle;
     if (find(event)->ticket != nullptr) find(event)->ticket->drop();
     delete find(event);
@@ -632,7 +638,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     }
     const cudaError_t code = forbidden_by_capture();
     if (code != cudaSuccess) return code;
-    return asked.ticket == nullptr || asked.ticket->is_done() ? cudaSuccess : cudaErrorNotReady;
+    return asked.ticket == nullptr || asked.ticket->is_done() ? broken(asked.device)
+                                                              : cudaErrorNotReady;
   });
 }
 
@@ -651,7 +658,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
         const cudaError_t code = forbidden_by_capture();
         if (code == cudaSuccess && asked.ticket != nullptr) {
           asked.ticket->hold();
-          waits.push_back(asked.ticket);
+          waits.device = asked.device;
+          waits.tickets.push_back(asked.ticket);
         }
         return code;
       },
