@@ -560,8 +560,11 @@ TEST_CASE("What belongs to a broken device can be given back") {
     const Managed<int> values(1);
     void* in_order = nullptr;
     REQUIRE(cudaMallocAsync(&in_order, 4, stream.view().get()) == cudaSuccess);
+    Gate gate;
+    gate.hold(stream);
     launch("throws", throws, {1, 1}, stream);
     event.record(stream);
+    gate.open();
     CHECK(cudaEventSynchronize(event.get()) == cudaErrorLaunchFailure);
     CHECK_THROWS_AS(event.done(), zero::CudaError);
     CHECK(cudaFreeAsync(in_order, stream.view().get()) == cudaErrorLaunchFailure);

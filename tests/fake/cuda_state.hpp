@@ -82,6 +82,7 @@ struct Task {
   Kind kind = Kind::run;
   std::function<void()> body = {};
   Ticket* ticket = nullptr;
+  bool always = false;  // be the device broken or not
 };
 
 struct Capture;

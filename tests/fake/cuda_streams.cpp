@@ -229,7 +229,7 @@ void Stream::run(Task& task) {
   std::atomic<int>& error = all.devices[device].broken;
   switch (task.kind) {
     case Task::Kind::run:
-      if (error.load(std::memory_order_relaxed) == cudaSuccess) {
+      if (task.always || error.load(std::memory_order_relaxed) == cudaSuccess) {
         try {
           task.body();
         } catch (...) {
@@ -344,7 +344,7 @@ cudaError_t submit(Stream& stream, Work work, std::function<void()> body) {
   if (stream.capture != nullptr) return capture_node(stream, std::move(body));
   const cudaError_t code = order_with_legacy(stream);
   if (code != cudaSuccess) return code;
-  stream.push({.body = std::move(body)});
+  stream.push({.body = std::move(body), .always = work == Work::memory});
   ++stream.work;
   return cudaSuccess;
 }
