@@ -101,6 +101,16 @@ void invalidate(Stream& stream) {
   if (stream.capture != nullptr) stream.capture->invalidated = true;
 }
 
+void leave_capture(Stream& stream) {
+  Capture& capture = *stream.capture;
+  if (capture.origin == &stream) {
+    release(capture);
+  } else {
+    capture.invalidated = true;
+    std::erase(capture.streams, &stream);
+  }
+}
+
 cudaError_t capture_node(Stream& stream, std::function<void()> body) {
   Capture& capture = *stream.capture;
   if (capture.invalidated) return cudaErrorStreamCaptureInvalidated;

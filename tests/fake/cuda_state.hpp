@@ -4,13 +4,12 @@
 ///
 /// ThreadSanitizer shall report work that CUDA does not order. So nothing here may order what CUDA
 /// leaves open: state of the host's side is guarded by a lock that ThreadSanitizer does not see
-/// (`HostGuard`) and workers never take; a stream's thread and the host share only its queue, whose
-/// one direction is from the host to the stream, and tickets, which order what waits for one after
-/// what came before it in its stream. All else that both touch is relaxed.
+/// (`HostGuard`) and workers take once they are done; a stream's thread and the host share only its
+/// queue, whose one direction is from the host to the stream, and tickets, which order what waits
+/// for one after what came before it in its stream. All else that both touch is relaxed.
 #pragma once
 
 #include <cuda_runtime_api.h>
-#include <semaphore.h>
 
 #include <atomic>
 #include <cstddef>
@@ -51,6 +50,8 @@ class Ticket {
   void signal();
   [[nodiscard]] bool is_done() const;
   void wait() const;
+  /// As `is_done`, but orders nothing.
+  [[nodiscard]] bool has_passed() const { return state_.load(std::memory_order_relaxed) != 0; }
   /// When it was reached.
   [[nodiscard]] std::int64_t nanoseconds() const {
     return nanoseconds_.load(std::memory_order_relaxed);
@@ -117,7 +118,8 @@ class Stream {
  private:
   struct Node {
     Task task;
-    std::atomic<Node*> next{nullptr};
+    Node* next = nullptr;
+    std::atomic<std::uint32_t> has_next{0};
   };
 
   void work_loop();
@@ -130,7 +132,6 @@ class Stream {
   Ticket* last_signal_ = nullptr;  // pushed last
   Node* tail_;
   std::atomic<std::uint64_t> completed_{0};
-  sem_t ready_;
   Node* head_;  // the worker's; its task is done
 };
 
@@ -239,6 +240,8 @@ void destroy(Stream* stream);
 void wait_for_device(int device, Waits& waits);
 [[nodiscard]] cudaError_t capture_node(Stream& stream, std::function<void()> body);
 void invalidate(Stream& stream);
+/// Of a stream that is destroyed while it captures.
+void leave_capture(Stream& stream);
 /// The live capture that the event was recorded in.
 [[nodiscard]] Capture* capture_of(const Event& event);
 
