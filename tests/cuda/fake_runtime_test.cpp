@@ -45,9 +45,16 @@ __global__ void note_block(int* order, int* next) {
   order[(*next)++] = static_cast<int>(blockIdx.x);
 }
 
-// Work that ends when the test says so.
+// Work that ends when the test says so, and before the gate does.
 class Gate {
  public:
+  Gate() = default;
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() {
+    open();
+    (void)cudaDeviceSynchronize();
+  }
   void hold(StreamView stream) {
     REQUIRE(fake::enqueue(stream.get(), [this] { open_.wait(false); }) == cudaSuccess);
   }

@@ -58,7 +58,7 @@ class Ticket {
   }
 
  private:
-  mutable std::atomic<std::uint32_t> state_{0};
+  std::atomic<std::uint32_t> state_{0};
   std::atomic<std::uint32_t> references_{0};
   std::atomic<std::int64_t> nanoseconds_{0};
 };
