@@ -3,10 +3,14 @@
 /// The fake CUDA runtime does what CUDA documents, and orders nothing that CUDA doesn't.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -637,6 +641,51 @@ TEST_CASE("Synchronising a blocking stream waits for no work of the legacy strea
   gate.open();
   REQUIRE(cudaStreamSynchronize(blocking) == cudaSuccess);
   REQUIRE(cudaStreamDestroy(blocking) == cudaSuccess);
+}
+
+TEST_CASE("Calls are counted until the counters are reset") {
+  const Fresh fresh;
+  const Stream stream;
+  const Event event;
+  const cudaStream_t raw = stream.view().get();
+  event.record(stream);
+  stream.view().wait(event);
+  REQUIRE(fake::enqueue(raw, [] {}) == cudaSuccess);
+  REQUIRE(cudaLaunchHostFunc(raw, [](void*) {}, nullptr) == cudaSuccess);
+  event.record(stream);
+  event.synchronize();
+  const fake::Counters counted = fake::counters();
+  CHECK(counted.event_records == 2);
+  CHECK(counted.stream_waits == 1);
+  CHECK(counted.collectives == 1);
+  CHECK(counted.host_functions == 1);
+  CHECK(counted.host_synchronizations == 1);
+  CHECK(counted.launches == 0);
+  fake::reset();
+  CHECK(fake::counters().event_records == 0);
+}
+
+TEST_CASE("Devices tell what they are and whom they reach") {
+  const Fresh fresh;
+  fake::set_devices(2);
+  cudaDeviceProp properties;
+  cudaMemPool_t pool = nullptr;
+  std::uint64_t threshold = UINT64_MAX;
+  int value = 0;
+  REQUIRE(cudaGetDeviceProperties(&properties, 1) == cudaSuccess);
+  CHECK(properties.multiProcessorCount > 0);
+  REQUIRE(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 1) == cudaSuccess);
+  CHECK(value == properties.multiProcessorCount);
+  CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrWarpSize, 2) == cudaErrorInvalidDevice);
+  REQUIRE(cudaDeviceCanAccessPeer(&value, 0, 1) == cudaSuccess);
+  CHECK(value == 1);
+  CHECK(cudaDeviceEnablePeerAccess(1, 0) == cudaSuccess);
+  CHECK(cudaDeviceEnablePeerAccess(1, 0) == cudaErrorPeerAccessAlreadyEnabled);
+  REQUIRE(cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess);
+  CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold) == cudaSuccess);
+  REQUIRE(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, add, 256, 0) == cudaSuccess);
+  CHECK(value == 8);
+  CHECK(std::string(cudaGetErrorName(cudaErrorNoDevice)) == "cudaErrorNoDevice");
 }
 
 #if defined(__SANITIZE_ADDRESS__)
