@@ -316,8 +316,8 @@ struct Part {
 /// What one outermost `ncclGroupEnd` has to put into streams.
 struct Batch {
   std::mutex mutex;
-  bool launched = false;
-  bool asked = false;  ///< by `ncclCommGetAsyncError`, once
+  std::atomic<bool> launched{false};  ///< or dropped
+  bool asked = false;                 ///< by `ncclCommGetAsyncError`, once
   std::vector<Part> parts;
 };
 
@@ -517,7 +517,7 @@ ncclResult_t poll(Member& member) {
   {
     const std::lock_guard lock(batch->mutex);
     if (!std::exchange(batch->asked, true)) return ncclInProgress;
-    if (!std::exchange(batch->launched, true)) result = launch_all(std::move(batch->parts));
+    if (!batch->launched.exchange(true)) result = launch_all(std::exchange(batch->parts, {}));
   }
   const std::lock_guard lock(member.mutex);
   if (member.deferred == batch) member.deferred = nullptr;
@@ -537,11 +537,7 @@ ncclResult_t ensure_ready(ncclComm_t comm) {
     const std::lock_guard lock(member.mutex);
     const bool busy = (member.split && member.split->load() == ncclInProgress) ||
                       (member.finalized && member.outstanding.load() != 0);
-    bool deferred = false;
-    if (member.deferred) {
-      const std::lock_guard batch_lock(member.deferred->mutex);
-      deferred = !member.deferred->launched;
-    }
+    const bool deferred = member.deferred && !member.deferred->launched;
     if (state == ncclSuccess && (busy || deferred)) state = ncclInProgress;
   }
   if (state == ncclInProgress) {
