@@ -798,6 +798,15 @@ TEST_CASE("faults come when and where a test wants them", "[nccl]") {
     CHECK(zero_emulation::counters().collectives == 3);
     CHECK_THROWS_AS(fake::calls("ncclNoSuch"), std::invalid_argument);
   }
+  SECTION("CUDA fails") {
+    on_ranks(1, [](Rank& self) {
+      const Array<float> data(6);
+      zero_emulation::fail("enqueue", 1, cudaErrorInvalidValue);
+      expect(ncclAllReduce(data.get(), data.get(), 6, ncclFloat, ncclSum, self.comm, self.stream) ==
+                 ncclUnhandledCudaError,
+             "result");
+    });
+  }
   SECTION("an operation fails in the stream") {
     fake::fail_operation(1, ncclSystemError, 3);
     on_ranks(3, [](Rank& self) {
