@@ -13,7 +13,6 @@
 
 #include "catch.hpp"
 #include "device_array.hpp"
-#include "fake/cuda_runtime.hpp"
 #include "zero/bfloat16.hpp"
 #include "zero/cuda/detail/look.cuh"
 #include "zero/detail/findings.hpp"
@@ -56,8 +55,7 @@ class Gradients {
   template <class Look>
   cuda::DeviceDigits look(bool at_sums, const cuda::DeviceDigits& before, const Look& look) const {
     const DeviceArray<cuda::DeviceFragment<T>> fragments(fragments_);
-    const DeviceArray<cuda::Chunk> chunks(
-        cuda::make_chunks<T>(std::span<const cuda::DeviceFragment<T>>(fragments_)));
+    const DeviceArray<cuda::Chunk> chunks(cuda::make_chunks<T>(fragments_));
     const DeviceArray<A> sums(sums_);
     const DeviceArray<cuda::DeviceDigits> digits(std::vector<cuda::DeviceDigits>{before});
     look(cuda::LookTask<T>{.fragments = fragments.data(),
@@ -145,12 +143,15 @@ TEMPLATE_TEST_CASE("So do numbers of any magnitude", "", float, double, zero::bf
 }
 
 TEST_CASE("A bin that is full is handed over in time") {
-  Gradients<float> floats;
-  floats.add(std::vector<float>(30000, std::nextafter(8.0F, 0.0F)));
-  floats.check();
-  Gradients<double> doubles;
-  doubles.add(std::vector<double>(30000, std::sqrt(std::nextafter(8.0, 0.0))));
-  doubles.check();
+  for (int exponent = 1; exponent <= 8; ++exponent) {
+    const double limit = std::ldexp(1.0, exponent);
+    Gradients<float> floats;
+    floats.add(std::vector<float>(20000, std::nextafter(float(limit), 0.0F)));
+    floats.check();
+    Gradients<double> doubles;
+    doubles.add(std::vector<double>(20000, std::sqrt(std::nextafter(limit, 0.0))));
+    doubles.check();
+  }
 }
 
 TEMPLATE_TEST_CASE("NaNs and infinities are found wherever they are", "", float, double,
@@ -183,12 +184,12 @@ TEST_CASE("Blocks in any number and order add up to the same bits") {
   Gradients<float> gradients;
   for (int i = 0; i < 3; ++i) add_usual(gradients);
   for (const unsigned blocks : {1U, 2U, 5U, 100U}) {
-    zero_emulation::scramble_blocks(blocks);
+    scramble_blocks(blocks);
     const auto digits = gradients.look(true, {}, [&](const cuda::LookTask<float>& task) {
       cuda::launch("add_squares", &cuda::add_squares_kernel<float>,
                    {blocks, cuda::reducing_threads}, zero::cuda::StreamView{}, task);
     });
-    zero_emulation::scramble_blocks(0);
+    scramble_blocks(0);
     CHECK(cuda::to_exact_sum(digits) == gradients.expected());
   }
 }

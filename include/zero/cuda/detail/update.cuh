@@ -20,8 +20,10 @@
 
 namespace zero::cuda::detail {
 
+/// What is constant over a parameter's step.
 template <class Rule, class S>
-using rule_scalars = typename Rule::template Scalars<typename S::arithmetic>;
+using rule_scalars =
+    decltype(std::declval<const Rule&>().template scalars<typename S::arithmetic>(std::int64_t{}));
 
 /// @tparam S a `zero::detail::Storage`
 template <class Rule, class S>
@@ -246,6 +248,8 @@ __global__ void __launch_bounds__(update_threads) update_kernel(UpdateTask<Rule,
 /// sums. A fragment without a gradient, where there are no sums, has zeros.
 template <class Rule, class S>
 void update(const UpdateTask<Rule, S>& task, StreamView stream) {
+  static_assert(std::is_trivially_copyable_v<rule_scalars<Rule, S>>,
+                "what a rule's scalars() gives is copied to the device as bytes");
   constexpr std::size_t slots = zero::detail::slot_count<Rule>;
   // A kernel for each number of slots: one that is not used must not even be loaded.
   const auto run = [&]<unsigned used>(std::integral_constant<unsigned, used>) {
