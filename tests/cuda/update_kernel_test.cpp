@@ -17,7 +17,7 @@
 
 namespace {
 
-namespace cuda = zero::cuda::detail;
+namespace gpu = zero::cuda::detail;
 using zero::detail::Storage;
 
 /// No optional slots.
@@ -124,26 +124,26 @@ class Shard {
 
   /// On both sides.
   void step(Source source) {
-    device_step(source, [](const cuda::UpdateTask<Rule, S>& task) {
-      cuda::update(task, zero::cuda::StreamView{});
+    device_step(source, [](const gpu::UpdateTask<Rule, S>& task) {
+      gpu::update(task, zero::cuda::StreamView{});
     });
     if (state_of_step_.skip == 0) host_step(source);
   }
   template <class Launch>
   void device_step(Source source, const Launch& launch) {
-    const DeviceArray<cuda::DeviceFragment<T>> fragments(fragments_);
-    const DeviceArray<cuda::Chunk> chunks(cuda::make_chunks<T>(fragments_));
-    const DeviceArray<cuda::ParameterStep<cuda::rule_scalars<Rule, S>>> steps(steps_);
-    const DeviceArray<cuda::StepState> state(std::vector<cuda::StepState>{state_of_step_});
-    cuda::UpdateTask<Rule, S> task{.fragments = fragments.data(),
-                                   .chunks = chunks.data(),
-                                   .chunk_count = chunks.size(),
-                                   .master = nullptr,
-                                   .state = {},
-                                   .sums = nullptr,
-                                   .steps = steps.data(),
-                                   .step = state.data(),
-                                   .seed = seed};
+    const DeviceArray<gpu::DeviceFragment<T>> fragments(fragments_);
+    const DeviceArray<gpu::Chunk> chunks(gpu::make_chunks<T>(fragments_));
+    const DeviceArray<gpu::ParameterStep<gpu::rule_scalars<Rule, S>>> steps(steps_);
+    const DeviceArray<gpu::StepState> state(std::vector<gpu::StepState>{state_of_step_});
+    gpu::UpdateTask<Rule, S> task{.fragments = fragments.data(),
+                                  .chunks = chunks.data(),
+                                  .chunk_count = chunks.size(),
+                                  .master = nullptr,
+                                  .state = {},
+                                  .sums = nullptr,
+                                  .steps = steps.data(),
+                                  .step = state.data(),
+                                  .seed = seed};
     if constexpr (S::has_master) task.master = device_master_[0].data();
     for (std::size_t s = 0; s < used_; ++s) task.state[s] = device_state_[s].data();
     if (source == Source::sums) task.sums = device_sums_[0].data();
@@ -222,9 +222,9 @@ class Shard {
   std::vector<DeviceArray<T>> device_values_, device_gradients_;
   std::vector<DeviceArray<A>> device_master_, device_sums_;
   std::vector<DeviceArray<Slot>> device_state_;
-  std::vector<cuda::DeviceFragment<T>> fragments_;
-  std::vector<cuda::ParameterStep<cuda::rule_scalars<Rule, S>>> steps_;  // by parameter
-  cuda::StepState state_of_step_{.scale = 1, .skip = 0};
+  std::vector<gpu::DeviceFragment<T>> fragments_;
+  std::vector<gpu::ParameterStep<gpu::rule_scalars<Rule, S>>> steps_;  // by parameter
+  gpu::StepState state_of_step_{.scale = 1, .skip = 0};
 };
 
 const std::vector<std::size_t> lengths{1, 2, 0, 3, 7, 31, 64, 1000, 10007, 8192};
@@ -293,13 +293,13 @@ TEST_CASE("A whole shard is one launch") {
 #endif
 
 TEST_CASE("Blocks and threads in any number and order give the same bits") {
-  for (const cuda::LaunchShape shape : {cuda::LaunchShape{1, 1}, {3, 7}, {100, 256}}) {
+  for (const gpu::LaunchShape shape : {gpu::LaunchShape{1, 1}, {3, 7}, {100, 256}}) {
     for (const Placement placement : placements) {
       Shard<zero::Adam, FloatLane> shard({}, lengths, placement, 3);
       scramble_blocks(shape.threads);
       shard.device_step(Source::own_gradients, [&](const auto& task) {
-        cuda::launch("update", &cuda::update_kernel<zero::Adam, FloatLane, float, 2>, shape,
-                     zero::cuda::StreamView{}, task);
+        gpu::launch("update", &gpu::update_kernel<zero::Adam, FloatLane, float, 2>, shape,
+                    zero::cuda::StreamView{}, task);
       });
       scramble_blocks(0);
       shard.host_step(Source::own_gradients);
@@ -309,7 +309,7 @@ TEST_CASE("Blocks and threads in any number and order give the same bits") {
 }
 
 TEST_CASE("Chunks cover every element once, at aligned places") {
-  std::vector<cuda::DeviceFragment<float>> fragments;
+  std::vector<gpu::DeviceFragment<float>> fragments;
   std::size_t begin = 5;
   for (const std::size_t length : {1U, 0U, 100000U, 8192U, 16384U, 63U}) {
     fragments.push_back({.values = nullptr,
@@ -320,14 +320,14 @@ TEST_CASE("Chunks cover every element once, at aligned places") {
                          .parameter = 0});
     begin += length;
   }
-  const auto chunks = cuda::make_chunks<float>(fragments);
+  const auto chunks = gpu::make_chunks<float>(fragments);
   std::vector<std::size_t> covered(fragments.size());
-  for (const cuda::Chunk& chunk : chunks) {
+  for (const gpu::Chunk& chunk : chunks) {
     CHECK(chunk.begin == covered[chunk.fragment]);
     CHECK(chunk.elements > 0);
-    CHECK(chunk.elements <= cuda::chunk_elements);
+    CHECK(chunk.elements <= gpu::chunk_elements);
     if (chunk.begin != 0) {
-      CHECK((fragments[chunk.fragment].begin + chunk.begin) % cuda::chunk_alignment == 0);
+      CHECK((fragments[chunk.fragment].begin + chunk.begin) % gpu::chunk_alignment == 0);
     }
     covered[chunk.fragment] += chunk.elements;
   }
