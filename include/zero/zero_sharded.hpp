@@ -31,6 +31,7 @@
 #include "zero/memory_report.hpp"  // IWYU pragma: export
 #include "zero/observer.hpp"
 #include "zero/optimizer.hpp"
+#include "zero/outcome.hpp"  // IWYU pragma: export
 #include "zero/parameter.hpp"
 #include "zero/partition.hpp"
 #include "zero/partition/contiguous.hpp"
@@ -41,21 +42,11 @@
 
 namespace zero {
 
-/// What a step came to.
-struct Outcome {
-  bool applied = false;   ///< false: skipped on all ranks; nothing but the loss scale has changed
-  std::int64_t step = 0;  ///< how many steps have been applied, this one included
-  /// The 2-norm, over all parameters, of the gradient that is stepped with, before it was clipped:
-  /// summed over ranks and multiplied by `Settings::gradient_scale`, loss scale taken out. The same
-  /// bits whatever the layout. Only where `clip_grad_norm` asked for it.
-  std::optional<double> gradient_norm = std::nullopt;
-};
-
-/// A step that has been started. On the host it has also finished.
+/// A step on the host, which has finished. On a device it is a `zero::cuda::Step`.
 class Step {
  public:
   explicit Step(Outcome outcome) : outcome_(outcome) {}
-  /// Waits for the step, and tells what it came to.
+  /// What the step came to.
   [[nodiscard]] Outcome outcome() const noexcept { return outcome_; }
 
  private:
@@ -155,6 +146,9 @@ class ZeroSharded {
   using store_type = std::remove_reference_t<Store>;
   using comm_type = std::remove_reference_t<Comm>;
 
+  static_assert(detail::known_space<store_type>,
+                "zero: the store's parameters lie in CUDA memory; include zero/cuda.cuh, in a file "
+                "that nvcc compiles");
   static_assert(ParamStore<store_type>,
                 "zero: the store must be a sized random-access range whose elements model "
                 "zero::Parameter (name, shape, values, gradient); see zero/parameter.hpp");
@@ -218,8 +212,11 @@ class ZeroSharded {
 
   using Engine = detail::Engine<Opt, Store, Comm, Partition, BucketView, Stage, Precision, Observe>;
   using first_element = typename detail::first_of<typename Engine::elements>::type;
+  static constexpr bool on_device = Engine::State::space == MemorySpace::cuda;
 
  public:
+  /// On a device, a `zero::cuda::StreamView`.
+  using Stream = typename Engine::State::Memory::Stream;
   using optimizer_type = Opt;
   using store_argument = Store;
   using communicator_argument = Comm;
@@ -284,6 +281,13 @@ class ZeroSharded {
   /// gradient or one was leased, and as absent elsewhere. Throws `UsageError` as `gradient` does,
   /// and what the communicator throws, since buckets may be sent.
   void mark_ready(std::size_t i) { engine_->mark(i, detail::Mark::ready); }
+  /// The same on a device: complete once what `stream` holds now is done. Without a stream, of a
+  /// device too, it is complete when the step's stream comes to the step.
+  void mark_ready(std::size_t i, Stream stream)
+    requires on_device
+  {
+    engine_->mark(i, detail::Mark::ready, stream);
+  }
 
   /// Parameter i has no gradient on this rank in this step: zeros to the sum. Absent on all ranks,
   /// it is not stepped.
@@ -323,7 +327,7 @@ class ZeroSharded {
 
   /// What this rank's traffic has cost it so far.
   [[nodiscard]] TrafficReport traffic() const {
-    if constexpr (Engine::State::pools_gradients) {
+    if constexpr (Engine::State::pools_gradients && !on_device) {
       return engine_->way().traffic();
     } else {
       return {};
@@ -336,11 +340,28 @@ class ZeroSharded {
   /// gradients too, which are gone. Where gradients are
   /// checked (`Settings::finite_check`) and one is not finite on any rank, all skip the step.
   /// Within a `join` with `JoinEnd::raise`, all throw `InputsEnded` where some rank has no input.
-  Step step() {
+  Step step()
+    requires(!on_device)
+  {
     const bool applied = engine_->step();
     return engine_->locked([&](const auto& state) {
       return Step(Outcome{applied, state.step_number, state.scaling.gradient_norm()});
     });
+  }
+  /// The same on a device, enqueued in `stream` (the legacy default stream, if none is given) and
+  /// the communicator's, both ways in order. The host waits for nothing, so what only the ranks
+  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph.
+  auto step(Stream stream = {})
+    requires on_device
+  {
+    engine_->step(stream);
+    return engine_->way().last_step();
+  }
+  /// Of a device: waits for all that was enqueued, and tells what the last step came to.
+  [[nodiscard]] Outcome last_outcome()
+    requires on_device
+  {
+    return engine_->way().last_outcome();
   }
 
   /// Collective: `zero::join` of this optimizer, for ranks with unlike numbers of batches; see
@@ -364,6 +385,14 @@ class ZeroSharded {
     return engine_->locked([](const auto& state) { return state.scaling.loss_scale(); });
   }
 
+  /// The same where the device has it, so that a kernel may read it in the step's stream: no step
+  /// waits for the host to learn of the one before. Valid until a group is added.
+  [[nodiscard]] const double* device_loss_scale() const
+    requires on_device
+  {
+    return engine_->way().loss_scale();
+  }
+
   /// Collective: the store shows more parameters at its end than before; they form one more group
   /// with these options; their `group()` must be `groups().size()` as it was before the call. What
   /// was there keeps its place and state. To be called between steps. Throws `UsageError` on all
@@ -384,7 +413,17 @@ class ZeroSharded {
   [[nodiscard]] store_type& store() noexcept { return engine_->state().store(); }
 
   /// Fills all gradients that the store shows with zeros.
-  void zero_grad() { engine_->zero_gradients(); }
+  void zero_grad()
+    requires(!on_device)
+  {
+    engine_->zero_gradients();
+  }
+  /// The same on a device, enqueued in `stream`.
+  void zero_grad(Stream stream = {})
+    requires on_device
+  {
+    engine_->zero_gradients(stream);
+  }
 
   /// The groups' options. They may be changed between steps (the same on all ranks), so any
   /// schedule works; they are checked at the next step. The span stays valid until a group is

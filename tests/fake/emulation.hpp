@@ -43,3 +43,12 @@ template <class T, class U>
 inline T atomicOr(T* at, U bits) {
   return __atomic_fetch_or(at, static_cast<T>(bits), __ATOMIC_RELAXED);
 }
+template <class T, class U>
+inline T atomicMin(T* at, U limit) {
+  T seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (static_cast<T>(limit) < seen &&
+         !__atomic_compare_exchange_n(at, &seen, static_cast<T>(limit), true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return seen;
+}

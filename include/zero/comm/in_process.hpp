@@ -60,6 +60,9 @@ struct InProcessEndpoint {
   std::size_t rank;
 };
 
+/// What communicators that are made of this one's ranks may see of it.
+struct InProcessAccess;
+
 }  // namespace detail
 
 /// An operation of an in-process communicator. The work is done in `wait` and `done`, on the
@@ -102,6 +105,7 @@ class InProcessRequest {
  private:
   friend class InProcessCommunicator;
   friend class InProcessMeeting;
+  friend struct detail::InProcessAccess;
 
   InProcessRequest(std::shared_ptr<detail::InProcessEndpoint> endpoint,
                    const detail::InProcessOperation& operation)
@@ -307,6 +311,7 @@ class InProcessCommunicator {
 
  private:
   friend class InProcessWorld;
+  friend struct detail::InProcessAccess;
   explicit InProcessCommunicator(std::shared_ptr<detail::InProcessEndpoint> endpoint)
       : endpoint_(std::move(endpoint)) {}
 
@@ -408,18 +413,14 @@ class InProcessWorld {
   std::shared_ptr<detail::InProcessState> state_;
 };
 
-/// Calls `rank_main(comm)` on `size` threads, one a rank, and returns when all have returned.
-/// An exception of one rank fails its peers' operations at once; the one with which it all began,
-/// rather than what the peers made of it, is then thrown here with its own type.
-template <class F>
-void run_ranks(int size, F&& rank_main, InProcessOptions options = {}) {
-  InProcessWorld world(size, options);
-  std::vector<InProcessCommunicator> ranks;
-  for (int rank = 0; rank < size; ++rank) ranks.push_back(world.communicator(rank));
+namespace detail {
 
+/// `run_ranks`, of the ranks of any in-process world.
+template <class World, class Comm, class F>
+void run_ranks_of(const World& world, std::vector<Comm> ranks, F& rank_main) {
   std::vector<std::exception_ptr> failures(ranks.size());
   std::atomic<int> first{-1};
-  const auto run = [&](InProcessCommunicator comm) {
+  const auto run = [&](Comm comm) {
     const int rank = comm.rank();
     const auto failed = [&](std::string_view reason) {
       failures[static_cast<std::size_t>(rank)] = std::current_exception();
@@ -440,7 +441,7 @@ void run_ranks(int size, F&& rank_main, InProcessOptions options = {}) {
   std::exception_ptr no_thread;
   try {
     threads.reserve(ranks.size());
-    for (InProcessCommunicator& comm : ranks) threads.emplace_back(run, comm);
+    for (Comm& comm : ranks) threads.emplace_back(run, comm);
   } catch (...) {
     no_thread = std::current_exception();
     ranks.front().abort("not all ranks' threads could be started");
@@ -454,6 +455,19 @@ void run_ranks(int size, F&& rank_main, InProcessOptions options = {}) {
   const auto failure_of = [&](int rank) { return failures[static_cast<std::size_t>(rank)]; };
   std::rethrow_exception(origin >= 0 && failure_of(origin) ? failure_of(origin)
                                                            : failure_of(first));
+}
+
+}  // namespace detail
+
+/// Calls `rank_main(comm)` on `size` threads, one a rank, and returns when all have returned.
+/// An exception of one rank fails its peers' operations at once; the one with which it all began,
+/// rather than what the peers made of it, is then thrown here with its own type.
+template <class F>
+void run_ranks(int size, F&& rank_main, InProcessOptions options = {}) {
+  InProcessWorld world(size, options);
+  std::vector<InProcessCommunicator> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(world.communicator(rank));
+  detail::run_ranks_of(world, std::move(ranks), rank_main);
 }
 
 static_assert(Communicator<InProcessCommunicator, float>);

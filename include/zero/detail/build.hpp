@@ -52,6 +52,7 @@ class Builder {
   using Stage = typename State::Stage;
   using Lanes = typename State::Lanes;
   using store_type = typename State::store_type;
+  using Memory = typename State::Memory;
   static constexpr bool flat = State::flat;
   static constexpr bool moves =
       View::values == Residency::arena || View::gradients == Residency::arena;
@@ -170,7 +171,7 @@ class Builder {
     state_.for_each_lane([&](auto& lane) {
       const std::size_t room = room_for_sums(lane, *state_.layout, keeps);
       using Sums = std::remove_cvref_t<decltype(lane.reduced)>;
-      if (room > lane.reduced.size()) lane.reduced = Sums(room, state_.settings.memory);
+      if (room > lane.reduced.size()) lane.reduced = Sums(room, state_.memory());
     });
     state_.scaling.max_norm = norm;
   }
@@ -269,8 +270,8 @@ class Builder {
       }
       allocate(lane, old, *made, seen.parameters, slots_wanted, keeps, before);
       if constexpr (State::steps_tensors) {
-        lane.workspace = HostArray<typename std::remove_cvref_t<decltype(lane)>::arithmetic>(
-            room_of(lane, *made).workspace(seen.parameters, all_groups), state_.settings.memory);
+        lane.workspace = std::remove_cvref_t<decltype(lane.workspace)>(
+            room_of(lane, *made).workspace(seen.parameters, all_groups), state_.memory());
       }
       if constexpr (moves) fill_arenas(lane, *made, seen.parameters);
     });
@@ -380,13 +381,14 @@ class Builder {
                 const std::vector<ParameterInfo>& infos, std::size_t slots_wanted, bool keeps,
                 std::size_t before) {
     const std::size_t kept = room_of(lane, map).kept();
-    const auto grow = [&]<class U>(HostArray<U>& array, const HostArray<U>& from) {
-      array = HostArray<U>(kept, state_.settings.memory);
-      if (from.size() != 0) std::memcpy(array.data(), from.data(), from.bytes());
+    const auto grow = [&]<class Array>(Array& array, const Array& from) {
+      using U = typename Array::value_type;
+      array = Array(kept, state_.memory());
+      Memory::copy(from.data(), from.size(), array.data());
       if (!state_.settings.poison_padding) return;
       poison(array.span().subspan(from.size()));
       State::for_each_kept(lane, map, [&](const Fragment& f, std::size_t begin) {
-        if (begin >= from.size()) std::fill_n(array.data() + begin, f.elements, zero_of<U>());
+        if (begin >= from.size()) fill(array.data() + begin, f.elements, zero_of<U>());
       });
     };
     for (std::size_t s = 0; s < slots_wanted; ++s) grow(lane.state[s], old.state[s]);
@@ -394,8 +396,8 @@ class Builder {
       grow(lane.master, old.master);
       read_masters(lane, map, before, &infos);
     }
-    lane.reduced = HostArray<typename Lane::arithmetic>(room_for_sums(lane, map, keeps),
-                                                        state_.settings.memory);
+    lane.reduced = std::remove_cvref_t<decltype(lane.reduced)>(room_for_sums(lane, map, keeps),
+                                                               state_.memory());
   }
 
   /// Copies values into masters, from parameter `first` on.
@@ -406,14 +408,20 @@ class Builder {
     using T = typename Lane::element;
     const auto read = [&](const Fragment& f, const T* values, std::size_t begin) {
       if (f.parameter < first) return;
-      const auto master = lane.master.span().subspan(begin, f.elements);
+      auto* const masters = lane.master.data() + begin;
       if (values != nullptr) {
-        widen_array(values, master);
+        Memory::read(values, f.elements, [&](std::size_t at, std::span<const T> stored) {
+          Memory::write(masters + at, stored.size(), [&](std::size_t part, auto master) {
+            widen_array(stored.data() + part, master);
+          });
+        });
       } else {
-        for (std::size_t e = 0; e < f.elements; ++e) {
-          master[e] =
-              element_traits<T>::load(initial<T>((*infos)[f.parameter], f.parameter_begin + e));
-        }
+        Memory::write(masters, f.elements, [&](std::size_t at, auto master) {
+          for (std::size_t e = 0; e < master.size(); ++e) {
+            master[e] = element_traits<T>::load(
+                initial<T>((*infos)[f.parameter], f.parameter_begin + at + e));
+          }
+        });
       }
     };
     if constexpr (Stage::shards_state) {
@@ -450,10 +458,14 @@ class Builder {
                    typename Lane::element* to) {
     using T = typename Lane::element;
     if (const T* const from = at_or_null(lane, f)) {
-      std::memcpy(to, from, f.elements * sizeof(T));
+      Memory::copy(from, f.elements, to);
       return;
     }
-    for (std::size_t e = 0; e < f.elements; ++e) to[e] = initial<T>(info, f.parameter_begin + e);
+    Memory::write(to, f.elements, [&](std::size_t at, std::span<T> values) {
+      for (std::size_t e = 0; e < values.size(); ++e) {
+        values[e] = initial<T>(info, f.parameter_begin + at + e);
+      }
+    });
   }
 
   // Of stages that shard gradients and values.
@@ -487,7 +499,7 @@ class Builder {
       lane.shard_values[b] = size;
       size += map.slice(lane.index, b, state_.rank()).size();
     }
-    lane.shard = HostArray<T>(size, state_.settings.memory);
+    lane.shard = typename Lane::template Array<T>(size, state_.memory());
     if (state_.settings.poison_padding) poison(lane.shard.span());
     for (std::size_t k = 0; k < lane.owned.size(); ++k) {
       OwnedFragment& owned = lane.owned[k];
@@ -501,7 +513,7 @@ class Builder {
         const OwnedFragment& was = old.owned[k];
         const T* const from = was.value_begin == not_in_shard ? old.values_at(was.fragment)
                                                               : old.shard.data() + was.value_begin;
-        std::memcpy(to, from, f.elements * sizeof(T));
+        Memory::copy(from, f.elements, to);
       } else {
         copy_values(lane, f, infos[f.parameter], to);
       }
@@ -539,8 +551,14 @@ class Builder {
   }
 
   template <class U>
+  static void fill(U* to, std::size_t count, U value) {
+    Memory::write(to, count, [&](std::size_t, std::span<U> part) {
+      std::fill(part.begin(), part.end(), value);
+    });
+  }
+  template <class U>
   static void poison(std::span<U> array) {
-    std::fill(array.begin(), array.end(), poison_of<U>());
+    fill(array.data(), array.size(), poison_of<U>());
   }
 
   /// Copies what is there into arenas; the parameters are handed over later, so that an allocation
@@ -550,19 +568,20 @@ class Builder {
                    const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
     const Interval all{0, room_of(lane, map).arena()};
+    using Array = typename Lane::template Array<T>;
     struct Kept {  // parameters may outlive the communicator
       std::shared_ptr<std::pmr::memory_resource> memory;
-      HostArray<T> array;
+      Array array;
     };
     const std::shared_ptr<std::pmr::memory_resource> memory = state_.memory_for_peers();
-    [[maybe_unused]] const auto make = [&](std::shared_ptr<HostArray<T>>& arena) {
-      auto kept = std::make_shared<Kept>(Kept{memory, HostArray<T>(all.size(), memory.get())});
-      HostArray<T>* const array = &kept->array;
-      arena = std::shared_ptr<HostArray<T>>(std::move(kept), array);
+    [[maybe_unused]] const auto make = [&](std::shared_ptr<Array>& arena) {
+      auto kept = std::make_shared<Kept>(Kept{memory, Array(all.size(), memory.get())});
+      Array* const array = &kept->array;
+      arena = std::shared_ptr<Array>(std::move(kept), array);
       if (!state_.settings.poison_padding) return;
       poison(arena->span());
       for (const Fragment& f : map.fragments(lane.index, all)) {
-        std::fill_n(arena->data() + f.lane_begin, f.elements, zero_of<T>());
+        fill(arena->data() + f.lane_begin, f.elements, zero_of<T>());
       }
     };
     if constexpr (View::values == Residency::arena && !Stage::shards_values) {
@@ -579,8 +598,8 @@ class Builder {
         detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [&](auto gradient) {
           if constexpr (std::is_same_v<typename decltype(gradient)::value_type, T>) {
             if (gradient.size() != infos[i].elements || gradient.empty()) return;
-            std::memcpy(lane.gradient_arena->data() + map.place(i).offset, gradient.data(),
-                        gradient.size_bytes());
+            Memory::copy(static_cast<const T*>(gradient.data()), gradient.size(),
+                         lane.gradient_arena->data() + map.place(i).offset);
           }
         });
       }

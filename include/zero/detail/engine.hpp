@@ -39,6 +39,10 @@
 
 namespace zero::detail {
 
+/// The way of ranks that work in CUDA memory; defined in zero/cuda/.
+template <class State>
+class DeviceStep;
+
 template <class Opt, class Store, class Comm, class Partition, class View, class Stage,
           class Precision, class Observe>
 class Engine {
@@ -93,7 +97,9 @@ class Engine {
     marks_.end_lease(i);
   }
 
-  void mark(std::size_t i, Mark mark) {
+  /// @param on where `Space` has streams, the one that writes the gradient
+  template <class... On>
+  void mark(std::size_t i, Mark mark, On... on) {
     const char* verb = mark == Mark::ready ? "mark_ready" : "mark_absent";
     const std::scoped_lock lock(mutex_);
     require_usable();
@@ -110,18 +116,28 @@ class Engine {
                             : " has a null gradient; give it memory, or call mark_absent"));
     }
     if (!counts) return;
+    if constexpr (sizeof...(On) != 0) or_give_up(false, [&] { way_.note_mark(i, on...); });
     if (!marks_.mark(i, mark)) return;
     or_give_up(false, [&] { way_.complete(leader); });
   }
 
-  /// Whether it was applied.
-  bool step() { return take_step() == StepEnd::applied; }
+  /// Whether it was applied; on a device, enqueued.
+  /// @param on where `Space` has streams, the one that it is enqueued in
+  template <class... On>
+  bool step(On... on) {
+    return take_step(on...) == StepEnd::applied;
+  }
 
   // The verbs of `detail::join`.
 
   void enter_join(JoinScope& scope) {
     const std::scoped_lock lock(mutex_);
     require_usable();
+    if constexpr (State::space == MemorySpace::cuda) {
+      throw UsageError(
+          "join: on a device ranks step without waiting for each other on the host, so they can't "
+          "agree there on who has input; give all ranks as many batches");
+    }
     if constexpr (Stage::shards_values) {
       throw UsageError(
           "join: at stage 3 every forward gathers from all ranks, so a rank without input can't "
@@ -231,6 +247,7 @@ class Engine {
   void reload_masters() {
     const std::scoped_lock lock(mutex_);
     require_usable();
+    if constexpr (State::space == MemorySpace::cuda) way_.refresh();
     Builder<State>(state_).reload_masters();
   }
 
@@ -275,7 +292,8 @@ class Engine {
     });
   }
 
-  void zero_gradients() {
+  template <class... On>
+  void zero_gradients(On... on) {
     const std::scoped_lock lock(mutex_);
     require_usable();
     reader_.require_size("zero_grad");
@@ -287,9 +305,8 @@ class Engine {
           continue;
         }
       }
-      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(), [](auto memory) {
-        std::fill(memory.begin(), memory.end(), zero_of<typename decltype(memory)::value_type>());
-      });
+      detail::visit_span(detail::parameter_at(state_.store(), i).gradient(),
+                         [&](auto memory) { State::Memory::clear(memory, on...); });
     }
   }
 
@@ -300,6 +317,7 @@ class Engine {
   template <class F>
   decltype(auto) locked(F&& f) {
     const std::scoped_lock lock(mutex_);
+    if constexpr (State::space == MemorySpace::cuda) way_.refresh();
     return std::forward<F>(f)(state_);
   }
   /// The same, for what a failed optimizer must not show: half of its shards are a step ahead.
@@ -310,7 +328,7 @@ class Engine {
   }
   [[nodiscard]] std::size_t staging_bytes() const { return way_.staging_bytes(); }
   /// How ranks reach each other.
-  [[nodiscard]] const auto& way() const noexcept { return way_; }
+  [[nodiscard]] auto& way() noexcept { return way_; }
   void require(std::size_t i, const char* verb) const { reader_.require(i, verb); }
 
  private:
@@ -334,7 +352,8 @@ class Engine {
     or_tell(body, [&](const char* why) { give_up("a step", why, halfway); });
   }
 
-  StepEnd take_step() {
+  template <class... On>
+  StepEnd take_step(On... on) {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("step");
@@ -344,7 +363,11 @@ class Engine {
       or_tell(
           [&] {
             const std::string refusal = finish_marks();
-            end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
+            if constexpr (State::space == MemorySpace::cuda) {
+              end = way_.step(refusal, updating, on...);
+            } else {
+              end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
+            }
           },
           [&](const char* why) { give_up("a step", why, updating); });
     } catch (const AgreedRefusal&) {
@@ -536,7 +559,10 @@ class Engine {
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
       for (const Opt& group : state_.groups) {
-        options.add(fingerprint_(group, state_.step_number + 1));
+        // A device counts steps on its own: some number that all ranks take.
+        const std::int64_t t =
+            State::space == MemorySpace::cuda ? 1'000'003 : state_.step_number + 1;
+        options.add(fingerprint_(group, t));
       }
       const double norm = state_.scaling.max_norm.value_or(0);
       options.add(&norm, sizeof norm);
@@ -600,7 +626,9 @@ class Engine {
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
   static auto way_of() {
-    if constexpr (State::pools_gradients) {
+    if constexpr (State::space == MemorySpace::cuda) {
+      return std::type_identity<DeviceStep<State>>{};
+    } else if constexpr (State::pools_gradients) {
       return std::type_identity<OverlappedStep<State>>{};
     } else if constexpr (State::reads_peers) {
       return std::type_identity<SharedMemoryStep<State>>{};

@@ -31,6 +31,7 @@
 #include "zero/detail/policies.hpp"
 #include "zero/detail/rounding.hpp"
 #include "zero/detail/scaling.hpp"
+#include "zero/detail/space.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/detail/tensor_step.hpp"
@@ -50,11 +51,11 @@
 
 namespace zero::detail {
 
-template <class List, class Precision, std::size_t slots>
+template <class List, class Precision, std::size_t slots, MemorySpace space>
 struct LanesOf;
-template <class... T, class Precision, std::size_t slots>
-struct LanesOf<TypeList<T...>, Precision, slots> {
-  using type = std::tuple<HostLane<Storage<T, Precision>, slots>...>;
+template <class... T, class Precision, std::size_t slots, MemorySpace space>
+struct LanesOf<TypeList<T...>, Precision, slots, space> {
+  using type = std::tuple<Lane<Storage<T, Precision>, slots, space>...>;
 };
 
 template <class Opt, class Store, class Comm, class PartitionType, class ViewType, class StageType,
@@ -67,7 +68,9 @@ struct EngineState : EngineIdentity {
   using View = ViewType;
   using Stage = StageType;
   using elements = store_elements<store_type>;
-  using Lanes = typename LanesOf<elements, Precision, slot_count<Opt>>::type;
+  static constexpr MemorySpace space = memory_space_of<parameter_t<store_type>>;
+  using Memory = Space<space>;
+  using Lanes = typename LanesOf<elements, Precision, slot_count<Opt>, space>::type;
   static constexpr std::size_t slots = slot_count<Opt>;
   static constexpr std::size_t lane_count = std::tuple_size_v<Lanes>;
   static constexpr bool shares_memory = SharedMemoryCommunicator<communicator_type>;
@@ -129,6 +132,10 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int all_ranks() { return everyone().size(); }
   [[nodiscard]] bool alone() { return all_ranks() == 1; }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }
+  /// Where what only this rank reads is allocated.
+  [[nodiscard]] std::pmr::memory_resource* memory() const {
+    return Memory::resource(settings.memory);
+  }
   /// Where what peers read is allocated: where they can read it without being sent it, if the
   /// communicator offers such memory and the user asked for no other.
   [[nodiscard]] std::shared_ptr<std::pmr::memory_resource> memory_for_peers() {
@@ -137,7 +144,7 @@ struct EngineState : EngineIdentity {
         if (auto memory = comm().shared_memory()) return memory;
       }
     }
-    return {std::shared_ptr<void>(), settings.memory};  // which is the user's to keep
+    return {std::shared_ptr<void>(), memory()};  // which is the user's to keep
   }
   /// What only this rank throws its peers must learn of.
   template <class F>

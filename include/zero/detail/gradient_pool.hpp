@@ -42,7 +42,7 @@ class PeakCounter {
 };
 
 /// Counts what gradients take, and makes whoever needs more than there is wait, or refuses it. The
-/// memory itself is `HostLane::gradient_pages`.
+/// memory itself is `Lane::gradient_pages`.
 template <class State>
 class GradientPool {
   /// Parameters show where their gradients lie, so backward may add to what is there.

@@ -30,11 +30,16 @@ enum class InProcessKind : std::uint8_t {
   meeting,
 };
 
+struct InProcessSlot;
+
 /// What one rank wants of one operation. Fixed from its arrival until the operation is over.
 struct InProcessOperation {
   /// Does `rank`'s part of phase `phase`; `scratch` has room for one pointer a rank.
   using Work = void (*)(std::span<const InProcessOperation> ranks, std::size_t rank, unsigned phase,
                         void* scratch) noexcept;
+  /// Waits until what `rank`'s peers have enqueued on devices reads its memory no more. Called
+  /// once the operation has failed and no peer is at work on it.
+  using Settle = void (*)(const InProcessSlot& slot, std::size_t rank) noexcept;
 
   InProcessKind kind = InProcessKind::barrier;
   const char* name = "";
@@ -49,8 +54,10 @@ struct InProcessOperation {
   const std::size_t* input_counts = nullptr;
   const std::size_t* output_counts = nullptr;
   const void* published = nullptr;
-  unsigned phases = 0;  ///< each begins when all ranks have finished the one before
-  Work work = nullptr;  ///< null for a meeting: the caller does that work
+  unsigned phases = 0;      ///< each begins when all ranks have finished the one before
+  Work work = nullptr;      ///< null for a meeting: the caller does that work
+  bool in_turn = false;     ///< its work waits for that of the rank's earlier ones of this kind
+  Settle settle = nullptr;  ///< null where work is over when it returns
 };
 
 /// Where ranks are those of a part: who they are in the whole, for messages.

@@ -213,12 +213,42 @@ class InProcessState {
     });
   }
 
-  /// Throws what an operation of a poisoned world throws.
-  [[noreturn]] void throw_poisoned(std::size_t rank, const char* name, std::uint64_t sequence) {
+  /// Poisons the world, as every failure does, with a cause that only the caller can see.
+  void give_up(std::size_t rank, CommunicatorFailure failure, std::string_view text) noexcept {
+    const std::lock_guard lock(mutex_);
+    poison(failure, rank, [&] { return std::string(text); });
+  }
+
+  /// Throws `CommunicatorError` where the world is poisoned. Never blocks.
+  void check(std::size_t rank) {
     const std::lock_guard lock(mutex_);
     InProcessOperation operation;
+    operation.name = "check";
+    if (poisoned_) throw error(rank, operation, members_[rank].next);
+  }
+  /// As above, once no peer reads this rank's memory.
+  void check_settled(std::size_t rank, const char* name) {
+    std::unique_lock lock(mutex_);
+    if (!poisoned_) return;
+    const std::uint64_t sequence = members_[rank].next;
+    lock.unlock();
+    throw_poisoned(rank, name, sequence);
+  }
+
+  /// Keeps `resource`, which peers may still use when its rank has left, as long as the world.
+  void keep(std::shared_ptr<const void> resource) {
+    const std::lock_guard lock(mutex_);
+    kept_.push_back(std::move(resource));
+  }
+
+  /// Throws what an operation of a poisoned world throws, once no peer reads this rank's memory.
+  [[noreturn]] void throw_poisoned(std::size_t rank, const char* name, std::uint64_t sequence) {
+    std::unique_lock lock(mutex_);
+    InProcessOperation operation;
     operation.name = name;
-    throw error(rank, operation, sequence);
+    const CommunicatorError failure = error(rank, operation, sequence);
+    settle(lock, rank);
+    throw failure;
   }
 
   /// The rank at which the world's failure began, or `size()` where nothing has failed.
@@ -338,10 +368,13 @@ class InProcessState {
   /// One part of the first of this rank's operations that can go on. False where none can.
   bool progress(Lock& lock, std::size_t rank) noexcept {
     Member& me = members_[rank];
+    bool my_turn = true;
     for (InProcessSlot* slot : me.pending) {
       InProcessSlot::Part& part = slot->parts[rank];
       const InProcessOperation& operation = slot->ranks[rank];
       if (operation.work == nullptr || part.phase == operation.phases) continue;
+      if (operation.in_turn && !my_turn) continue;
+      if (operation.in_turn) my_turn = false;
       if (!slot->ready(part.phase)) continue;
       begin_work(me);
       lock.unlock();
@@ -461,8 +494,8 @@ class InProcessState {
   }
 
   /// In a poisoned world, where no new work begins: leaves this rank's own meetings (or two ranks
-  /// would wait for each other here), then waits until no peer is at work. Work that a peer does
-  /// on this very thread can't go on meanwhile and isn't waited for.
+  /// would wait for each other here), then waits until no peer is at work, nor any device for one.
+  /// Work that a peer does on this very thread can't go on meanwhile and isn't waited for.
   void settle(Lock& lock, std::size_t rank) noexcept {
     for (InProcessSlot* slot : members_[rank].pending) {
       InProcessSlot::Part& part = slot->parts[rank];
@@ -483,6 +516,13 @@ class InProcessState {
     ++sleepers_;
     while (somebody_works()) changed_.wait(lock);
     --sleepers_;
+    // From here on nobody changes the slots of this rank's operations.
+    lock.unlock();
+    for (const InProcessSlot* slot : members_[rank].pending) {
+      const InProcessOperation& operation = slot->ranks[rank];
+      if (operation.settle != nullptr) operation.settle(*slot, rank);
+    }
+    lock.lock();
   }
 
   const std::size_t size_;
@@ -495,6 +535,7 @@ class InProcessState {
   std::atomic<std::uint64_t> version_{0};  // changes, under the mutex, when a rank can go on
   std::size_t sleepers_ = 0;
 
+  std::vector<std::shared_ptr<const void>> kept_{};
   std::vector<Member> members_;
   std::vector<std::unique_ptr<InProcessSlot>> slots_{};
   std::vector<InProcessSlot*> free_{};

@@ -16,6 +16,7 @@
 
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/hash.hpp"
+#include "zero/detail/space.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
@@ -182,7 +183,12 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
       }
       if (hash_values && info.leader == i && i >= first) {
         Hash hash;
-        if (!values.empty()) hash.add(values.data(), values.size_bytes());
+        using T = typename decltype(values)::value_type;
+        Space<memory_space_of<parameter_t<S>>>::read(static_cast<const T*>(values.data()),
+                                                     values.size(),
+                                                     [&](std::size_t, std::span<const T> part) {
+                                                       hash.add(part.data(), part.size_bytes());
+                                                     });
         out.digests[i].values = hash.value();
       }
     });

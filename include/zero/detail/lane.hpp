@@ -13,6 +13,7 @@
 
 #include "zero/detail/paged_lane.hpp"
 #include "zero/detail/rounding.hpp"
+#include "zero/detail/space.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/update_loop.hpp"
 #include "zero/layout.hpp"
@@ -21,7 +22,7 @@
 
 namespace zero::detail {
 
-/// Of a fragment whose values are not in `HostLane::shard`.
+/// Of a fragment whose values are not in `Lane::shard`.
 inline constexpr std::size_t not_in_shard = std::numeric_limits<std::size_t>::max();
 
 /// A fragment that this rank owns.
@@ -29,15 +30,18 @@ struct OwnedFragment {
   Fragment fragment;
   std::size_t bucket;
   std::size_t shard_begin;  ///< where it starts among the rank's slices, one after the other
-  std::size_t value_begin = not_in_shard;  ///< where its values start in `HostLane::shard`
+  std::size_t value_begin = not_in_shard;  ///< where its values start in `Lane::shard`
 };
 
 /// @tparam S a `Storage`
-template <class S, std::size_t slots>
-struct HostLane {
+template <class S, std::size_t slots, MemorySpace where = MemorySpace::host>
+struct Lane {
   using storage = S;
   using element = typename S::value;
   using arithmetic = typename S::arithmetic;
+  static constexpr MemorySpace space = where;
+  template <class T>
+  using Array = typename Space<where>::template Array<T>;
 
   std::size_t index = 0;
   /// By parameter index of the store; null for parameters of other lanes, and frozen ones.
@@ -46,25 +50,25 @@ struct HostLane {
   std::vector<const element*> gradients;
   /// Where the whole lane lies one behind the other (arena, or the caller's flat buffer), or null.
   element* base = nullptr;
-  std::shared_ptr<HostArray<element>> arena;
-  std::shared_ptr<HostArray<element>> gradient_arena;
+  std::shared_ptr<Array<element>> arena;
+  std::shared_ptr<Array<element>> gradient_arena;
   /// As large as the lane, with memory only where gradients wait to be reduced; of stages that
   /// shard them.
   std::shared_ptr<PagedLane<element>> gradient_pages;
   /// As large as the lane, with memory only where units are gathered; of stages that shard values.
   std::shared_ptr<PagedLane<element>> value_pages;
   /// The values of the own slices of all buckets that come and go, one slice after the other.
-  HostArray<element> shard;
+  Array<element> shard;
   /// By bucket: where the own slice starts in `shard`, or `not_in_shard`. Empty where all stay.
   std::vector<std::size_t> shard_values;
   /// Over the own slices (over everything without sharding), as the slots; empty without masters.
-  HostArray<typename S::master> master;
-  std::array<HostArray<typename S::slot>, slots> state;
+  Array<typename S::master> master;
+  std::array<Array<typename S::slot>, slots> state;
   /// Sums of gradients over the own slices (over everything without sharding), where a step needs
   /// them stored.
-  HostArray<arithmetic> reduced;
+  Array<arithmetic> reduced;
   /// What a whole-tensor optimizer needs beside the caller's memory.
-  HostArray<arithmetic> workspace;
+  Array<arithmetic> workspace;
   std::vector<OwnedFragment> owned;
   /// By bucket, and one more: where its fragments start in `owned`.
   std::vector<std::size_t> owned_begin;
@@ -101,7 +105,7 @@ inline constexpr std::size_t look_chunk = 512;
 /// @param values where the fragment's values are kept
 /// @param state_begin where its slots start
 template <class Rule, class Scalars, class S, std::size_t slots, class G>
-void update_fragment(const Rule& rule, const Scalars& scalars, HostLane<S, slots>& lane,
+void update_fragment(const Rule& rule, const Scalars& scalars, Lane<S, slots>& lane,
                      const Fragment& fragment, typename S::value* values, std::size_t state_begin,
                      NoiseKey noise, const GradientSum<G>& gradient) {
   UpdateArrays<S, slots> arrays{

@@ -14,6 +14,7 @@
 #include "zero/bucket_view/no_view.hpp"
 #include "zero/bucket_view/param_view.hpp"
 #include "zero/communicator.hpp"
+#include "zero/detail/space.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/element.hpp"
 #include "zero/observer.hpp"
@@ -259,6 +260,11 @@ inline constexpr bool shards_values<Stage> = Stage::shards_values;
 
 template <class Comm>
 inline constexpr bool is_communicator = Ranked<Comm> && Capable<Comm>;
+
+template <class Store>
+inline constexpr bool known_space = true;
+template <ParamStore Store>
+inline constexpr bool known_space<Store> = KnownSpace<memory_space_of<parameter_t<Store>>>;
 
 template <class Store, class Comm>
 inline constexpr bool same_memory_space = true;

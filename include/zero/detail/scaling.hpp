@@ -3,7 +3,6 @@
 /// What a step's summed gradients are multiplied by, and whether they are stepped with at all.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -11,6 +10,7 @@
 
 #include "zero/detail/findings.hpp"
 #include "zero/detail/options.hpp"
+#include "zero/detail/scale_state.hpp"
 #include "zero/error.hpp"
 #include "zero/join_options.hpp"
 #include "zero/loss_scale.hpp"
@@ -24,7 +24,7 @@ class Scaling {
  public:
   /// @param ranks whose gradients are summed
   Scaling(const Settings& settings, double ranks) : settings_(&settings), ranks_(ranks) {
-    if (settings.loss_scale) loss_scale_ = settings.loss_scale->scale;
+    if (settings.loss_scale) state_.loss_scale = settings.loss_scale->scale;
   }
 
   /// Throws `UsageError` for settings that make no sense.
@@ -65,10 +65,12 @@ class Scaling {
     return settings_->gradient_scale.value_or(sums ? 1.0 / ranks_ : 1.0);
   }
   /// Of the step under way.
-  [[nodiscard]] double of_step() const noexcept { return of_step_; }
-  [[nodiscard]] double loss_scale() const noexcept { return loss_scale_; }
+  [[nodiscard]] double of_step() const noexcept { return state_.of_step; }
+  [[nodiscard]] double loss_scale() const noexcept { return state_.loss_scale; }
   /// Of the last step, where it was measured.
-  [[nodiscard]] std::optional<double> gradient_norm() const noexcept { return gradient_norm_; }
+  [[nodiscard]] std::optional<double> gradient_norm() const noexcept {
+    return measured_ ? std::optional(state_.norm) : std::nullopt;
+  }
 
   /// Whether all sums must have been looked at before the first may be used.
   [[nodiscard]] bool looks_first() const { return looks_first(has_16_bits); }
@@ -76,39 +78,45 @@ class Scaling {
     return max_norm.has_value() || checks(some_16_bits);
   }
 
+  /// What a step on a device goes by.
+  [[nodiscard]] ScaleRule rule() const {
+    ScaleRule rule{.measures = max_norm.has_value(),
+                   .checks = checks(has_16_bits),
+                   .max_norm = max_norm.value_or(0)};
+    if (is_dynamic()) {
+      const LossScale& losses = *settings_->loss_scale;
+      rule.is_dynamic = true;
+      rule.growth = losses.growth;
+      rule.backoff = losses.backoff;
+      rule.minimum = losses.minimum;
+      rule.maximum = losses.maximum;
+      rule.interval = losses.interval;
+    }
+    return rule;
+  }
+  [[nodiscard]] const ScaleState& state() const noexcept { return state_; }
+  /// What a device has come to.
+  /// @param measured whether its last step measured the norm
+  void adopt(const ScaleState& state, bool measured) noexcept {
+    state_ = state;
+    measured_ = measured;
+  }
+
   /// @param ranks how many the mean is taken over: all, or those of a join that have input
   void begin_step(double ranks) {
-    gradient_norm_.reset();
-    of_sums_now_ = ranks == ranks_ ? of_sums() : 1.0 / ranks;
-    of_step_ = unclipped();
+    measured_ = false;
+    state_.begin_step(ranks == ranks_ ? of_sums() : 1.0 / ranks);
   }
 
   /// From what all ranks found: whether the step is applied, and what it multiplies by.
   [[nodiscard]] bool decide(const Findings& all) {
-    if (max_norm) {
-      gradient_norm_ = std::sqrt(all.squares.value()) * std::abs(unclipped());
-      // PyTorch's clip_grad_norm_, term by term.
-      const double clip = *max_norm / (*gradient_norm_ + 1e-6);
-      of_step_ = unclipped() * (clip < 1 ? clip : 1);
-      if (std::isnan(*gradient_norm_)) of_step_ = *gradient_norm_;
-    }
-    if (!checks(has_16_bits) || all.all_finite()) return true;
-    applied_in_a_row_ = 0;
-    if (is_dynamic()) {
-      const LossScale& rule = *settings_->loss_scale;
-      loss_scale_ = std::max(loss_scale_ * rule.backoff, rule.minimum);
-    }
-    return false;
+    const ScaleRule now = rule();
+    measured_ = now.measures;
+    return state_.decide(now, now.measures ? all.squares.value() : 0, all.all_finite());
   }
 
   /// The step under way is applied: what comes after it may be scaled otherwise.
-  void applied() {
-    if (!is_dynamic()) return;
-    const LossScale& rule = *settings_->loss_scale;
-    if (++applied_in_a_row_ < rule.interval) return;
-    applied_in_a_row_ = 0;
-    loss_scale_ = std::min(loss_scale_ * rule.growth, rule.maximum);
-  }
+  void applied() { state_.applied(rule()); }
 
  private:
   void validate_loss_scale() const {
@@ -150,15 +158,11 @@ class Scaling {
   [[nodiscard]] bool is_dynamic() const {
     return settings_->loss_scale && settings_->loss_scale->is_dynamic();
   }
-  [[nodiscard]] double unclipped() const { return of_sums_now_ / loss_scale_; }
 
   const Settings* settings_;
   double ranks_;
-  double loss_scale_ = 1;
-  double of_sums_now_ = 1;  ///< `of_sums` of the step under way
-  int applied_in_a_row_ = 0;
-  double of_step_ = 1;
-  std::optional<double> gradient_norm_{};
+  ScaleState state_{};
+  bool measured_ = false;  ///< `ScaleState::norm`
 };
 
 }  // namespace zero::detail

@@ -82,7 +82,7 @@ template <class S, class Opt>
 /// @param kept where the tensor's values are kept
 /// @param state_begin where its slots start
 template <class Opt, class S, std::size_t slots, class G>
-void step_tensor(const Opt& optimizer, std::int64_t t, HostLane<S, slots>& lane,
+void step_tensor(const Opt& optimizer, std::int64_t t, Lane<S, slots>& lane,
                  const Fragment& fragment, typename S::value* kept, std::size_t state_begin,
                  NoiseKey noise, const GradientSum<G>& gradient,
                  std::span<const std::size_t> shape) {

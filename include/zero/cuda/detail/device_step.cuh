@@ -1,0 +1,556 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// How ranks step that work in CUDA memory: everything is enqueued, nothing is waited for.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <memory_resource>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "zero/communicator.hpp"
+#include "zero/cuda/communicator.hpp"
+#include "zero/cuda/detail/copy.cuh"
+#include "zero/cuda/detail/decide.cuh"
+#include "zero/cuda/detail/device_traffic.cuh"
+#include "zero/cuda/detail/fragment_table.cuh"
+#include "zero/cuda/detail/look.cuh"
+#include "zero/cuda/detail/step_reports.hpp"
+#include "zero/cuda/detail/update.cuh"
+#include "zero/cuda/memory.hpp"
+#include "zero/cuda/step.hpp"
+#include "zero/cuda/stream.hpp"
+#include "zero/detail/agreement.hpp"
+#include "zero/detail/join_scope.hpp"
+#include "zero/detail/lane.hpp"
+#include "zero/detail/launch_order.hpp"
+#include "zero/detail/storage.hpp"
+#include "zero/element.hpp"
+#include "zero/error.hpp"
+#include "zero/layout.hpp"
+#include "zero/observer.hpp"
+#include "zero/optimizer.hpp"
+#include "zero/outcome.hpp"
+#include "zero/settings.hpp"
+
+namespace zero::detail {
+
+/// Whether some element type is computed in `A`.
+template <class A, class List>
+inline constexpr bool computes_in = false;
+template <class A, class... T>
+inline constexpr bool computes_in<A, TypeList<T...>> = (std::is_same_v<arithmetic_t<T>, A> || ...);
+
+/// Two streams: the communicator's, in which gradients are packed, reduced and gathered, bucket
+/// after bucket in one fixed order, the same on all ranks; and the caller's, in which sums are
+/// looked at, the step is decided upon, and the shard is updated. What ranks tell each other
+/// travels as one more gather, so the host learns of skipped steps only when it asks.
+template <class State>
+class DeviceStep {
+  using Opt = typename State::optimizer_type;
+  using Comm = typename State::communicator_type;
+  template <class Lane>
+  using Traffic =
+      cuda::detail::DeviceTraffic<Lane, Comm, typename State::Partition, typename State::Stage>;
+  using StreamView = cuda::StreamView;
+
+  static_assert(std::is_trivially_copyable_v<Opt>,
+                "zero: on a device the optimizer's options are read there, so it must be trivially "
+                "copyable: numbers and flags, no containers");
+  static_assert(!State::has_replicas,
+                "zero: groups of ranks (zero::HybridCommunicator) are not known on a device");
+
+  static constexpr bool floats = computes_in<float, typename State::elements>;
+  static constexpr bool doubles = computes_in<double, typename State::elements>;
+  template <class A, bool needed>
+  using Steps = cuda::DeviceArray<
+      cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>>;
+
+  /// What a rank keeps of one lane beside its arrays.
+  template <class Lane>
+  struct OfLane {
+    using Table = cuda::detail::FragmentTable<typename Lane::element>;
+    Table kept;    ///< what it updates, by bucket
+    Table looked;  ///< its own slices, where it updates more than these
+    std::optional<Traffic<Lane>> traffic;
+  };
+  template <class Lanes>
+  struct OfLanes;
+  template <class... Lane>
+  struct OfLanes<std::tuple<Lane...>> {
+    using type = std::tuple<OfLane<Lane>...>;
+  };
+
+ public:
+  /// To be followed by `rebuild`.
+  explicit DeviceStep(State& state) : state_(state) {}
+  DeviceStep(const DeviceStep&) = delete;
+  DeviceStep& operator=(const DeviceStep&) = delete;
+  /// Memory is freed in the order of the legacy default stream: after what is under way.
+  ~DeviceStep() { order_frees(); }
+
+  /// Prepares for the layout, which is new or has grown. Nothing may be on its way.
+  void rebuild() {
+    order_frees();
+    order_.rebuild(*state_.layout, [&](std::size_t i) { return state_.steps_alone(i); });
+    std::pmr::memory_resource* const memory = state_.memory();
+    for_each_lane([&](auto& lane, auto& of) {
+      of.kept = table_of(lane, State::Stage::shards_state, memory);
+      if (updates_all()) of.looked = table_of(lane, true, memory);
+      of.traffic.reset();
+      if (state_.alone()) return;
+      of.traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
+                         memory);
+    });
+    const std::size_t count = state_.parameters.size();
+    marked_.resize(count);
+    std::vector<cuda::detail::ParameterFacts> facts(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const ParameterInfo& info = state_.parameters[i];
+      facts[i].group = static_cast<std::uint32_t>(info.group);
+      facts[i].steps = state_.steps_alone(i) && info.elements != 0 ? 1 : 0;
+      state_.for_each_lane([&]<class Lane>(Lane& lane) {
+        if (lane.index != info.lane) return;
+        facts[i].in_double = std::is_same_v<typename Lane::arithmetic, double> ? 1 : 0;
+      });
+    }
+    facts_ =
+        cuda::detail::device_copy(std::span<const cuda::detail::ParameterFacts>(facts), memory);
+    counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
+    groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
+    uploaded_ = 0;
+    float_steps_ = Steps<float, floats>(count, memory);
+    double_steps_ = Steps<double, doubles>(count, memory);
+    words_ = cuda::detail::message_words(count);
+    message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
+    messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
+    words_to_send_.assign(words_, 0);
+    cuda::detail::DeviceState state{};
+    state.report.scale = state_.scaling.state();
+    state.report.step_number = state_.step_number;
+    device_ =
+        cuda::detail::device_copy(std::span<const cuda::detail::DeviceState>(&state, 1), memory);
+  }
+
+  /// What `stream` holds now comes before parameter i's gradient is read.
+  void note_mark(std::size_t i, StreamView stream) {
+    marked_[i].record(stream);
+    if (reduces()) {
+      state_.comm().stream().wait(marked_[i]);
+    } else {
+      awaited_.push_back(i);  // by the step, in its stream
+    }
+  }
+
+  /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
+  void complete(std::size_t leader) {
+    if (!reduces()) return;
+    order_.complete(*state_.layout, leader);
+    while (order_.turn_has_come()) start_next_reduce();
+  }
+
+  /// Forgets what was marked.
+  void forget() {
+    order_.begin_round();
+    awaited_.clear();
+  }
+
+  void give_up(const std::string&) noexcept {}
+
+  [[nodiscard]] std::size_t staging_bytes() const {
+    std::size_t sum = facts_.bytes() + counts_.bytes() + groups_.bytes() + float_steps_.bytes() +
+                      double_steps_.bytes() + message_.bytes() + messages_.bytes() +
+                      device_.bytes();
+    std::apply(
+        [&](const auto&... of) {
+          ((sum +=
+            of.kept.bytes() + of.looked.bytes() + (of.traffic ? of.traffic->staging_bytes() : 0)),
+           ...);
+        },
+        of_lanes_);
+    return sum;
+  }
+
+  /// Reduces the round's remaining buckets for nothing, and waits for all that is under way.
+  void drain() {
+    if (reduces()) {
+      while (order_.any_left()) start_next_reduce();
+    }
+    synchronize();
+  }
+
+  /// Blocks the host until nothing is under way, and shows the state where the device stands.
+  void refresh() {
+    synchronize();
+    cuda::detail::DeviceState state;
+    using Memory = typename State::Memory;
+    Memory::copy(device_.data(), 1, &state);
+    Memory::copy(counts_.data(), counts_.size(), state_.step_counts.data());
+    state_.step_number = state.report.step_number;
+    state_.scaling.adopt(state.report.scale, state.report.measured != 0);
+  }
+
+  /// Enqueues a whole step. A rank that refuses takes part in it, so that its peers learn of it.
+  StepEnd step(const std::string& refusal, bool& updating, StreamView stream) {
+    if (!refusal.empty() && state_.alone()) throw AgreedRefusal(refusal);
+    if (!state_.alone()) state_.comm().check();
+    if (stream != ended_stream_) stream.wait(ended_);  // steps come one after the other
+    begin_.record(stream);
+    StreamView talks = stream;
+    if (!state_.alone()) {
+      talks = state_.comm().stream();
+      talks.wait(begin_);
+    }
+    for (const std::size_t i : awaited_) stream.wait(marked_[i]);
+    if (reduces()) {
+      while (order_.any_left()) start_next_reduce();
+    }
+    const bool looks = state_.scaling.looks_first();
+    upload_options(stream);
+    tell(refusal, talks);
+    if (looks && refusal.empty()) {
+      if (reduces()) let_wait(stream, talks);
+      look(stream);
+      if (!state_.alone()) let_wait(talks, stream);
+    }
+    updating = true;
+    if (!state_.alone()) {
+      state_.comm().all_gather(as_floats(message_), as_floats(messages_)).enqueue();
+      let_wait(stream, talks);
+    }
+    decide(stream);
+    update_and_gather(stream);
+    report(stream);
+    if (!refusal.empty()) throw AgreedRefusal(refusal);
+    return StepEnd::applied;
+  }
+
+  /// The step that was enqueued last.
+  [[nodiscard]] cuda::Step last_step() {
+    return cuda::Step(
+        this,
+        [](void* self, const void* slot) {
+          return static_cast<DeviceStep*>(self)->outcome_of(*static_cast<const Slot*>(slot));
+        },
+        last_);
+  }
+  /// In device memory.
+  [[nodiscard]] const double* loss_scale() const {
+    return &device_.data()->report.scale.loss_scale;
+  }
+  /// Blocks the host until nothing is under way.
+  [[nodiscard]] Outcome last_outcome() {
+    synchronize();
+    cuda::detail::DeviceState state;
+    State::Memory::copy(device_.data(), 1, &state);
+    return outcome_of(state.report);
+  }
+
+ private:
+  using Report = cuda::detail::StepReport;
+  using Slot = cuda::detail::ReportSlot<Report>;
+
+  [[nodiscard]] std::size_t ranks() { return static_cast<std::size_t>(state_.world()); }
+  [[nodiscard]] bool reduces() {
+    return !state_.alone() && state_.settings.gradients == Gradients::local;
+  }
+
+  template <class F>
+  void for_each_lane(F&& f) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      (f(std::get<I>(state_.lanes), std::get<I>(of_lanes_)), ...);
+    }(std::make_index_sequence<State::lane_count>{});
+  }
+
+  /// Whether this rank updates more than its own slices.
+  [[nodiscard]] bool updates_all() { return !State::Stage::shards_state && !state_.alone(); }
+
+  /// By bucket, `begin` as slots count.
+  /// @param own its own slices only
+  template <class Lane>
+  [[nodiscard]] auto table_of(Lane& lane, bool own, std::pmr::memory_resource* memory) {
+    using T = typename Lane::element;
+    std::vector<std::vector<cuda::detail::DeviceFragment<T>>> buckets(
+        state_.layout->buckets(lane.index));
+    const auto add = [&](std::size_t bucket, const Fragment& f, std::size_t begin) {
+      T* const values = lane.base != nullptr ? lane.base + f.lane_begin : lane.values_at(f);
+      buckets[bucket].push_back({values, nullptr, begin, f.elements, f.parameter_begin,
+                                 static_cast<std::uint32_t>(f.parameter)});
+    };
+    for (std::size_t b = 0; b < buckets.size(); ++b) {
+      if (own) {
+        for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
+          const OwnedFragment& owned = lane.owned[k];
+          add(b, owned.fragment,
+              State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
+        }
+      } else {
+        const Interval whole = state_.layout->bucket(lane.index, b);
+        for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
+          add(b, f, f.lane_begin);
+        }
+      }
+    }
+    return typename OfLane<Lane>::Table(buckets, memory);
+  }
+
+  void start_next_reduce() {
+    const Launch next = order_.take_next();
+    with_lane(next.lane, [&](auto& lane, auto& of) {
+      state_.observe(Phase::reduce, lane.index, next.bucket,
+                     [&] { of.traffic->reduce(next.bucket); });
+    });
+  }
+
+  template <class F>
+  void with_lane(std::size_t index, F&& f) {
+    for_each_lane([&](auto& lane, auto& of) {
+      if (lane.index == index) f(lane, of);
+    });
+  }
+
+  /// What `later` is given from now on comes after what `earlier` holds.
+  void let_wait(StreamView later, StreamView earlier) {
+    cuda::Event& event = turns_[turn_++ % turns_.size()];
+    event.record(earlier);
+    later.wait(event);
+  }
+
+  /// Options go to the device only when they have changed.
+  void upload_options(StreamView stream) {
+    if (state_.options == uploaded_) return;
+    cuda::detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)),
+                         stream);
+    uploaded_ = state_.options;
+  }
+
+  /// Writes this rank's words, but for what it finds.
+  void tell(const std::string& refusal, StreamView stream) {
+    cuda::detail::StepMessage mine{};
+    mine.identity = state_.identity;
+    mine.options = state_.options;
+    mine.refused = refusal.empty() ? 0 : 1;
+    const Text text = to_text(refusal);
+    static_assert(sizeof mine.refusal == sizeof text);
+    std::memcpy(mine.refusal, text.data(), sizeof text);
+    std::memcpy(words_to_send_.data(), &mine, sizeof mine);
+    std::uint32_t* const bits = words_to_send_.data() + sizeof mine / 4;
+    std::fill(bits, words_to_send_.data() + words_, 0U);
+    for (std::size_t i = 0; i < state_.present.size(); ++i) {
+      if (state_.present[i] != 0) bits[i / 32] |= std::uint32_t{1} << (i % 32);
+    }
+    constexpr std::size_t found = sizeof mine.digits / 4;  // the device's own
+    cuda::detail::upload(message_.data() + found,
+                         std::as_bytes(std::span(words_to_send_).subspan(found)), stream);
+  }
+
+  /// Where a fragment's gradients are summed, or null where they are the caller's own.
+  template <class Lane>
+  [[nodiscard]] const typename Lane::arithmetic* sums_of(const Lane& lane) {
+    return reduces() ? lane.reduced.data() : nullptr;
+  }
+  template <class Lane, class Table>
+  [[nodiscard]] auto range_of(Lane& lane, Table& table, Interval buckets, StreamView stream) {
+    if (!reduces()) {
+      table.find_gradients(buckets, [&](std::size_t i) { return lane.gradients[i]; }, stream);
+    }
+    return table.of(buckets);
+  }
+
+  void look(StreamView stream) {
+    for_each_lane([&](auto& lane, auto& of) {
+      using T = typename std::remove_cvref_t<decltype(lane)>::element;
+      const auto range = range_of(lane, updates_all() ? of.looked : of.kept,
+                                  {0, state_.layout->buckets(lane.index)}, stream);
+      const cuda::detail::LookTask<T> task{range.fragments, range.chunks, range.chunk_count,
+                                           sums_of(lane), own_message_digits()};
+      if (state_.scaling.max_norm) {
+        cuda::detail::add_squares(task, stream);
+      } else {
+        cuda::detail::find_not_finite(task, stream);
+      }
+    });
+  }
+  [[nodiscard]] cuda::detail::StepMessage* own_message() {
+    return reinterpret_cast<cuda::detail::StepMessage*>(message_.data());
+  }
+  [[nodiscard]] cuda::detail::DeviceDigits* own_message_digits() { return &own_message()->digits; }
+
+  void decide(StreamView stream) {
+    const bool alone = state_.alone();
+    cuda::detail::decide(
+        cuda::detail::DecideTask<Opt, floats, doubles>{
+            .messages = alone ? message_.data() : messages_.data(),
+            .words = words_,
+            .ranks = static_cast<std::uint32_t>(ranks()),
+            .rank = static_cast<std::uint32_t>(state_.rank()),
+            .reduced = state_.settings.gradients == Gradients::reduced,
+            .of_sums = state_.scaling.of_sums(),
+            .rule = state_.scaling.rule(),
+            .groups = groups_.data(),
+            .facts = facts_.data(),
+            .counts = counts_.data(),
+            .parameters = state_.parameters.size(),
+            .float_steps = float_steps_.data(),
+            .double_steps = double_steps_.data(),
+            .state = device_.data(),
+            .own = own_message()},
+        stream);
+  }
+
+  /// Where values are gathered, a bucket is as soon as it is updated.
+  void update_and_gather(StreamView stream) {
+    if (!State::Stage::shards_state || state_.world() == 1) {
+      for_each_lane([&](auto& lane, auto& of) {
+        update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
+      });
+      // Sums are not overwritten before they have been used.
+      if (!state_.alone()) let_wait(state_.comm().stream(), stream);
+      return;
+    }
+    for (std::size_t k = 0; k < order_.size(); ++k) {
+      const Launch& launch = order_[k];
+      with_lane(launch.lane, [&](auto& lane, auto& of) {
+        state_.observe(Phase::update, lane.index, launch.bucket,
+                       [&] { update(lane, of, {launch.bucket, launch.bucket + 1}, stream); });
+        let_wait(state_.comm().stream(), stream);
+        state_.observe(Phase::gather, lane.index, launch.bucket,
+                       [&] { of.traffic->gather(launch.bucket); });
+      });
+    }
+    let_wait(stream, state_.comm().stream());
+  }
+
+  template <class Lane, class Of>
+  void update(Lane& lane, Of& of, Interval buckets, StreamView stream) {
+    const auto range = range_of(lane, of.kept, buckets, stream);
+    cuda::detail::UpdateTask<Opt, typename Lane::storage> task{};
+    task.fragments = range.fragments;
+    task.chunks = range.chunks;
+    task.chunk_count = range.chunk_count;
+    task.master = lane.master.data();
+    for (std::size_t s = 0; s < State::slots; ++s) task.state[s] = lane.state[s].data();
+    task.sums = sums_of(lane);
+    if constexpr (std::is_same_v<typename Lane::arithmetic, double>) {
+      task.steps = double_steps_.data();
+    } else {
+      task.steps = float_steps_.data();
+    }
+    task.step = &device_.data()->step;
+    if constexpr (Lane::storage::rounding == Rounding::stochastic) {
+      task.seed = state_.precision.seed;
+    }
+    cuda::detail::update(task, stream);
+  }
+
+  /// The host gets a copy when the step is done; none while it is captured into a graph.
+  void report(StreamView stream) {
+    last_.reset();
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream.get(), &capture), "cudaStreamIsCapturing");
+    if (capture != cudaStreamCaptureStatusNone) return;
+    last_ = reports_.take();
+    cuda::check(cudaMemcpyAsync(last_->memory(), &device_.data()->report, sizeof(Report),
+                                cudaMemcpyDeviceToHost, stream.get()),
+                "cudaMemcpyAsync");
+    last_->done().record(stream);
+    ended_.record(stream);
+    ended_stream_ = stream;
+  }
+
+  [[nodiscard]] Outcome outcome_of(const Slot& slot) {
+    wait_for(slot.done());
+    return outcome_of(*slot.memory());
+  }
+  void wait_for(const cuda::Event& event) {
+    if (state_.alone()) {
+      event.synchronize();
+    } else {
+      state_.comm().wait(event);
+    }
+  }
+  [[nodiscard]] Outcome outcome_of(const Report& report) {
+    const auto rank = static_cast<int>(report.rank);
+    switch (report.problem) {
+      case cuda::detail::StepProblem::none: break;
+      case cuda::detail::StepProblem::another_optimizer:
+        throw UsageError("step: rank " + std::to_string(rank) +
+                         " stepped another optimizer over this communicator; step the same ones "
+                         "in the same order on all ranks. Nothing was stepped");
+      case cuda::detail::StepProblem::refused:
+        require_agreement_to_step(rank, report.refusal, 0, 0, false, true);
+        break;
+      case cuda::detail::StepProblem::options:
+        require_agreement_to_step(rank, "", 1, 0, false, true);
+        break;
+      case cuda::detail::StepProblem::presence:
+        throw UsageError("step: " + state_.name_of(report.rank) +
+                         " has a gradient on some ranks only; reduced gradients must be the same "
+                         "on all. Nothing was stepped");
+    }
+    Outcome outcome{report.applied != 0, report.step_number};
+    if (report.measured != 0) outcome.gradient_norm = report.scale.norm;
+    return outcome;
+  }
+
+  void synchronize() {
+    if (!state_.alone()) {
+      cuda::Event& event = turns_[turn_++ % turns_.size()];
+      event.record(state_.comm().stream());
+      wait_for(event);
+    }
+    wait_for(ended_);
+  }
+  /// What is freed from now on is freed after what is under way.
+  void order_frees() noexcept {
+    try {
+      if (!state_.alone()) let_wait(StreamView(), state_.comm().stream());
+      StreamView().wait(ended_);
+    } catch (...) {  // a device that is lost frees nothing
+    }
+  }
+
+  [[nodiscard]] static std::span<const float> as_floats(
+      const cuda::DeviceArray<std::uint32_t>& words) {
+    return {reinterpret_cast<const float*>(words.data()), words.size()};
+  }
+  [[nodiscard]] static std::span<float> as_floats(cuda::DeviceArray<std::uint32_t>& words) {
+    return {reinterpret_cast<float*>(words.data()), words.size()};
+  }
+
+  State& state_;
+  LaunchOrder order_{};
+  typename OfLanes<typename State::Lanes>::type of_lanes_{};
+  std::vector<cuda::Event> marked_{};   ///< by parameter
+  std::vector<std::size_t> awaited_{};  ///< marked, where nothing is sent
+  cuda::Event begin_{};
+  std::array<cuda::Event, 4> turns_{};
+  std::size_t turn_ = 0;
+  cuda::Event ended_{};        ///< the last step
+  StreamView ended_stream_{};  ///< its stream
+  cuda::DeviceArray<cuda::detail::ParameterFacts> facts_{};
+  cuda::DeviceArray<std::int64_t> counts_{};
+  cuda::DeviceArray<Opt> groups_{};
+  std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
+  Steps<float, floats> float_steps_{};
+  Steps<double, doubles> double_steps_{};
+  std::size_t words_ = 0;
+  std::vector<std::uint32_t> words_to_send_{};
+  cuda::DeviceArray<std::uint32_t> message_{};
+  cuda::DeviceArray<std::uint32_t> messages_{};
+  cuda::DeviceArray<cuda::detail::DeviceState> device_{};
+  cuda::detail::StepReports<Report> reports_{};
+  std::shared_ptr<Slot> last_{};
+};
+
+}  // namespace zero::detail
