@@ -170,16 +170,53 @@ TEST_CASE("device: the step that was captured can't be asked, since it was not t
 
 TEST_CASE("device: a graph keeps the options that it was captured with", "[cuda]") {
   Rank<float> called(std::nullopt), replayed(std::nullopt);
+  const auto both = [&](double lr, const Graph* graph) {
+    called.optimizer.group(0).lr = lr;
+    called.step();
+    graph != nullptr ? graph->launch(replayed.stream) : replayed.step();
+    CHECK(called.same_values(replayed));
+  };
   const Graph slow(replayed.stream, [&] { replayed.step(); });
-  called.step();
-  slow.launch(replayed.stream);
+  both(0.01, &slow);
   replayed.optimizer.group(0).lr = 0.5;  // of the next capture
-  called.step();
-  slow.launch(replayed.stream);
-  CHECK(called.same_values(replayed));
-  called.optimizer.group(0).lr = 0.5;
+  both(0.01, &slow);
   const Graph fast(replayed.stream, [&] { replayed.step(); });
-  called.step();
-  fast.launch(replayed.stream);
+  both(0.5, nullptr);  // a step that is called before the graph with its options
+  both(0.5, &fast);
+  both(0.01, &slow);
+  both(0.5, nullptr);
+}
+
+TEST_CASE("device: a graph keeps the places of gradients", "[cuda]") {
+  Rank<float> called(0.5), replayed(0.5);
+  const Graph graph(replayed.stream, [&] { replayed.step(); });
+  // Steps that are called have one more gradient elsewhere, and one absent.
+  const DeviceArray<float> elsewhere(Rank<float>::numbers(700, 5));
+  for (const bool launched : {false, true, false, true, true}) {
+    for (Rank<float>* rank : {&called, &replayed}) {
+      float* const place = launched ? rank->gradients[0].data() : elsewhere.data();
+      if (rank == &replayed && launched) {
+        graph.launch(rank->stream);
+        continue;
+      }
+      rank->store[0] =
+          ParamRef<float>("p700", std::vector<std::size_t>{700}, rank->values[0].data(), place);
+      if (!launched) rank->optimizer.mark_absent(1);
+      (void)rank->optimizer.step(rank->stream);
+    }
+    CHECK(called.same_values(replayed));
+  }
+}
+
+TEST_CASE("device: a step is captured in another stream than steps that were called", "[cuda]") {
+  Rank<float> called(std::nullopt), replayed(std::nullopt);
+  const Stream other;
+  for (int step = 0; step < 3; ++step) called.step();
+  replayed.step();
+  const Graph graph(other, [&] { (void)replayed.optimizer.step(other); });
+  replayed.stream.synchronize();
+  graph.launch(other);
+  other.synchronize();
+  replayed.step();
   CHECK(called.same_values(replayed));
 }

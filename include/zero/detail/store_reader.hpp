@@ -89,7 +89,7 @@ class StoreReader {
     if (memory.size() != wanted || (memory.data() == nullptr && wanted != 0)) {
       throw UsageError(std::string(verb) + ": " + gradient_size(leader, memory.size()));
     }
-    require_usable(leader, memory.data(), verb);
+    if (wanted != 0) require_usable(leader, memory.data(), verb);
     return memory;
   }
 
@@ -107,7 +107,7 @@ class StoreReader {
                 std::string(verb) + ": " + state_.name_of(leader) +
                 "'s gradient has another element type than its values; make them alike");
           }
-          require_usable(leader, span.data(), verb);
+          if (!span.empty()) require_usable(leader, span.data(), verb);
           if (!notes) return true;
           std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
           state_.present[leader] = 1;
