@@ -390,18 +390,18 @@ class DeviceStep {
                                  static_cast<std::uint32_t>(f.parameter)});
     };
     for (std::size_t b = 0; b < buckets.size(); ++b) {
+      const Interval whole = state_.layout->bucket(lane.index, b);
       if (own) {
         for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
           const OwnedFragment& owned = lane.owned[k];
-          T* const values = owned.value_begin == not_in_shard ? lane.value_in_place(owned.fragment)
-                                                              : lane.kept_values(owned);
-          add(b, owned.fragment, values,
-              State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
+          const Fragment& f = owned.fragment;
+          T* const values =
+              lane.comes_and_goes(b) ? lane.kept_values(owned) : lane.value_in_place(b, whole, f);
+          add(b, f, values, State::Stage::shards_state ? owned.shard_begin : f.lane_begin);
         }
       } else {
-        const Interval whole = state_.layout->bucket(lane.index, b);
         for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
-          add(b, f, lane.value_in_place(f), f.lane_begin);
+          add(b, f, lane.value_in_place(b, whole, f), f.lane_begin);
         }
       }
     }
