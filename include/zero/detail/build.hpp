@@ -129,6 +129,7 @@ class Builder {
   }
 
   void reload_masters() {
+    Memory::settle();
     state_.for_each_lane([&](auto& lane) {
       using Lane = std::remove_cvref_t<decltype(lane)>;
       if constexpr (Lane::storage::has_master) read_masters(lane, *state_.layout, 0);
@@ -184,6 +185,7 @@ class Builder {
  private:
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
+    Memory::settle();
     const bool may_be_empty =
         View::values == Residency::arena && static_cast<bool>(state_.settings.initial_value);
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen,
