@@ -238,16 +238,19 @@ class Builder {
   }
 
   /// Refuses a pool that some gradient alone has no room in.
-  void require_pool(const Inspection& seen) {
-    const std::size_t pool = pool_bytes(state_.stage);
-    const bool reduces = !state_.alone() && state_.settings.gradients == Gradients::local;
-    if (!State::pools_gradients || pool == 0 || !reduces) return;
-    for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
-      const std::size_t bytes = seen.parameters[i].elements * seen.parameters[i].element_bytes;
-      if (!stands_alone(seen.parameters, i) || bytes <= pool) continue;
-      refuse_parameter(seen, i,
-                       "has a gradient of " + std::to_string(bytes) + " bytes, but pool_bytes is " +
-                           std::to_string(pool) + "; make it larger, or leave it out");
+  void require_pool([[maybe_unused]] const Inspection& seen) {
+    if constexpr (State::pools_gradients) {
+      const std::size_t pool = pool_bytes(state_.stage);
+      const bool reduces = !state_.alone() && state_.settings.gradients == Gradients::local;
+      if (pool == 0 || !reduces) return;
+      for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+        const std::size_t bytes = seen.parameters[i].elements * seen.parameters[i].element_bytes;
+        if (!stands_alone(seen.parameters, i) || bytes <= pool) continue;
+        refuse_parameter(seen, i,
+                         "has a gradient of " + std::to_string(bytes) +
+                             " bytes, but pool_bytes is " + std::to_string(pool) +
+                             "; make it larger, or leave it out");
+      }
     }
   }
 
