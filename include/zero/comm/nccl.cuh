@@ -41,6 +41,7 @@
 #include "zero/detail/checked_operation.hpp"
 #include "zero/detail/nccl_init.hpp"
 #include "zero/detail/nccl_operation.hpp"
+#include "zero/detail/nccl_scope.hpp"
 #include "zero/detail/nccl_state.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"

@@ -61,25 +61,4 @@ inline std::string nccl_failure_text(ncclResult_t result, const char* call, nccl
   return text + ", in " + nccl_version_text() + "; " + nccl_remedy(result);
 }
 
-/// Makes a device current, and what was so again at its end.
-class CudaDeviceScope {
- public:
-  /// Throws `CudaError`.
-  explicit CudaDeviceScope(int device) {
-    cuda::check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ == device) return;
-    cuda::check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = true;
-  }
-  CudaDeviceScope(const CudaDeviceScope&) = delete;
-  CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
-  ~CudaDeviceScope() {
-    if (changed_) (void)cudaSetDevice(before_);
-  }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
 }  // namespace zero::detail

@@ -38,6 +38,7 @@
 #include "zero/detail/nccl_error.hpp"
 #include "zero/detail/nccl_memory.hpp"
 #include "zero/detail/nccl_operation.hpp"
+#include "zero/detail/nccl_scope.hpp"
 #include "zero/error.hpp"
 
 namespace zero::detail {
@@ -88,17 +89,18 @@ class NcclState {
   std::uint64_t start(NcclOperation operation) {
     if (closed_) reject(operation, "this communicator's owner has been destroyed");
     if (poisoned_) fail(operation.what, next_);
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     const bool host = operation.what.kind == InProcessKind::exchange;
+    const std::size_t needed = batch_bytes_ + calls_.workspace_bytes(operation);
     if (capturing()) {
       if (host) {
         reject(operation, "the stream is being captured, and an exchange is for the host");
       }
-      if (calls_.workspace_bytes(operation) > workspace_.bytes()) {
+      if (needed > workspace_.bytes()) {
         reject(operation,
                "the stream is being captured, and the workspace must grow for this operation; run "
                "it once before the capture, or reserve(" +
-                   std::to_string(calls_.workspace_bytes(operation)) + ") bytes");
+                   std::to_string(needed) + ") bytes");
       }
     } else if (next_ - first_kept_ == slots_.size()) {
       const std::lock_guard lock(mutex_);
@@ -110,22 +112,24 @@ class NcclState {
       operation.what.output = staging_.barrier_number();
     }
     // What the host has a part in can't be launched together with anything.
-    if (host || open_batches_ == 0) ++batch_;
+    if (host) ++batch_;
     operation.batch = batch_;
     if (host) ++batch_;
     slot(next_).operation = operation;
     slot(next_).recorded = false;
     ++next_;
     if (open_batches_ == 0) {
-      sealed_ = next_;
+      seal();
       advance();
+    } else {
+      batch_bytes_ = needed;
     }
     return next_ - 1;
   }
 
   /// Until the operation is over.
   void wait(std::uint64_t sequence, nanoseconds timeout) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     if (capturing()) {
       throw UsageError("rank " + std::to_string(rank()) +
                        ": wait: the stream is being captured, so that nothing runs that a host "
@@ -135,13 +139,13 @@ class NcclState {
   }
   /// Until the operation stands in the stream.
   void enqueue(std::uint64_t sequence) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     pass(sequence, options_.timeout, false);
   }
 
   /// Whether the operation is over; throws as `wait` where it has failed.
   bool done(std::uint64_t sequence) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     seal();
     advance();
     {
@@ -156,7 +160,7 @@ class NcclState {
 
   /// Blocks until `event` has happened.
   void wait(const cuda::Event& event, nanoseconds timeout) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     const InProcessOperation what{.name = "wait"};
     const Clock::time_point begin = Clock::now();
     for (;;) {
@@ -178,7 +182,7 @@ class NcclState {
   }
 
   void check() {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     look();
     if (poisoned_) fail({.name = "check"}, next_);
   }
@@ -186,7 +190,7 @@ class NcclState {
   /// The end of a request that nobody has waited for.
   void drop(std::uint64_t sequence, bool unwinding) noexcept {
     try {
-      const CudaDeviceScope device(place_.device);
+      const NcclScope scope(place_.device);
       const bool captured = capturing();
       const std::lock_guard lock(mutex_);
       if (captured && launched_ > sequence) return;
@@ -217,7 +221,7 @@ class NcclState {
     if (--open_batches_ != 0) return;
     seal();
     try {
-      const CudaDeviceScope device(place_.device);
+      const NcclScope scope(place_.device);
       advance();
     } catch (const std::exception& error) {
       poison_transport(error.what());
@@ -226,7 +230,11 @@ class NcclState {
 
   /// Room for an operation that needs so many bytes of workspace.
   void reserve(std::size_t bytes) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
+    if (capturing()) {
+      throw UsageError("rank " + std::to_string(rank()) +
+                       ": reserve: the stream is being captured; reserve before.");
+    }
     if (next_ != 0) pass(next_ - 1, options_.timeout, false);
     workspace_.reserve(bytes, place_.stream);
   }
@@ -241,7 +249,7 @@ class NcclState {
   /// A communicator of those ranks that give the same color. All ranks have agreed to it, and
   /// nothing is under way.
   ncclComm_t split(const char* name, int color, int key) {
-    const CudaDeviceScope device(place_.device);
+    const NcclScope scope(place_.device);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     ncclComm_t part = nullptr;
@@ -294,9 +302,12 @@ class NcclState {
       wake_.notify_all();
       watchdog_.join();
     }
-    int before = -1;
-    (void)cudaGetDevice(&before);
-    (void)cudaSetDevice(place_.device);
+    std::optional<NcclScope> scope;
+    try {
+      scope.emplace(place_.device);
+    } catch (const std::exception&) {
+      // A device with an error: what follows fails, each for itself.
+    }
     if (launched_ != next_) {
       poison(CommunicatorFailure::rank_left, [&] {
         return "rank " + std::to_string(rank()) +
@@ -319,7 +330,6 @@ class NcclState {
     (void)drain();
     workspace_.release(place_.stream);
     staging_.release(place_.stream);
-    if (before >= 0) (void)cudaSetDevice(before);
   }
 
  private:
@@ -363,6 +373,7 @@ class NcclState {
   void seal() noexcept {
     sealed_ = next_;
     ++batch_;
+    batch_bytes_ = 0;
   }
 
   /// Launches what can be launched without waiting. Failures poison.
@@ -740,12 +751,13 @@ class NcclState {
   NcclWorkspace workspace_{};
 
   // The calling thread's.
-  std::uint64_t next_ = 0;      // the sequence number of the next operation
-  std::uint64_t sealed_ = 0;    // all before it may be launched
-  std::uint64_t turn_end_ = 0;  // those from `launched_` to there are being launched
-  unsigned phase_ = 0;          // what of that has been done
-  std::size_t exchanged_ = 0;   // bytes of the exchange whose turn it is
-  std::uint64_t batch_ = 0;
+  std::uint64_t next_ = 0;       // the sequence number of the next operation
+  std::uint64_t sealed_ = 0;     // all before it may be launched
+  std::uint64_t turn_end_ = 0;   // those from `launched_` to there are being launched
+  unsigned phase_ = 0;           // what of that has been done
+  std::size_t exchanged_ = 0;    // bytes of the exchange whose turn it is
+  std::uint64_t batch_ = 0;      // operations of one number are launched together
+  std::size_t batch_bytes_ = 0;  // of workspace, that those of the open batch need together
   unsigned open_batches_ = 0;
   std::uint64_t first_kept_ = 0;  // `completed_` as this thread knows it
   bool closed_ = false;
