@@ -444,8 +444,8 @@ class NcclCommunicator : public NcclCommunicatorRef {
   static detail::NcclPlace met(const B& bootstrap, cuda::StreamView stream,
                                const NcclOptions& options) {
     (void)detail::nccl_device(stream);  // before peers are involved
-    return joined(bootstrap.unique_id(options.init_timeout), bootstrap.rank(), bootstrap.size(),
-                  stream, options);
+    return joined(bootstrap.unique_id(options.init_timeout), bootstrap.rank, bootstrap.size, stream,
+                  options);
   }
 
   /// @param name of the operation, for messages

@@ -77,8 +77,9 @@ struct NcclFile {
     std::vector<std::uint64_t> tokens(static_cast<std::size_t>(size));
     tokens[0] = token;
     bool answered = false;
+    std::string differing;  // kept: who says so may give up first
     for (;;) {
-      std::string missing, waiting, differing;
+      std::string missing, waiting;
       bool changed = false;
       for (int r = 1; r < size; ++r) {
         std::uint64_t& known = tokens[static_cast<std::size_t>(r)];
@@ -90,8 +91,8 @@ struct NcclFile {
         } else if (known == 0) {
           missing += " " + std::to_string(r);
           if (called) {
-            differing += "; rank " + std::to_string(r) + " says that there are " +
-                         std::to_string(called->size) + " ranks, not " + std::to_string(size);
+            differing = "; rank " + std::to_string(r) + " says that there are " +
+                        std::to_string(called->size) + " ranks, not " + std::to_string(size);
           }
         }
       }
