@@ -487,9 +487,11 @@ class NcclCommunicator : public NcclCommunicatorRef {
              " has NcclReduction::" + (native ? "native" : "rank_order");
     };
     const std::ptrdiff_t r = other - all.begin();
-    state()->give_up(CommunicatorFailure::mismatch, "NcclCommunicator",
-                     "their NcclOptions::reduction differ: " + words(r) + ", " + words(r + 1) +
-                         "; give all ranks the same");
+    // All ranks see it alike and end in good order, so that none is told of the others' end first.
+    throw CommunicatorError(CommunicatorFailure::mismatch, rank(), "NcclCommunicator", 0,
+                            "rank " + std::to_string(rank()) +
+                                ": NcclCommunicator: the ranks' NcclOptions::reduction differ: " +
+                                words(r) + ", " + words(r + 1) + "; give all ranks the same.");
   }
 
   void close() noexcept {

@@ -239,13 +239,6 @@ class NcclState {
     workspace_.reserve(bytes, place_.stream);
   }
 
-  /// What all ranks see alike: poisons, and throws.
-  [[noreturn]] void give_up(CommunicatorFailure failure, const char* operation,
-                            const std::string& why) {
-    poison(failure, [&] { return why; });
-    fail({.name = operation}, next_);
-  }
-
   /// A communicator of those ranks that give the same color. All ranks have agreed to it, and
   /// nothing is under way.
   ncclComm_t split(const char* name, int color, int key) {
@@ -307,6 +300,10 @@ class NcclState {
       scope.emplace(place_.device);
     } catch (const std::exception&) {
       // A device with an error: what follows fails, each for itself.
+    }
+    const cudaError_t error = cudaStreamQuery(place_.stream.get());
+    if (error != cudaSuccess && error != cudaErrorNotReady) {
+      poison_transport(cudaGetErrorString(error));  // so that peers hear of it
     }
     if (launched_ != next_) {
       poison(CommunicatorFailure::rank_left, [&] {
