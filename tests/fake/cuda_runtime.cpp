@@ -221,7 +221,7 @@ cudaError_t copy(const char* function, void* to, const void* from, std::size_t b
     staged.assign(first, first + bytes);
   }
   Waits waits;
-  return note(call(
+  return call(
       "copy",
       [&] {
         Stream& found = *find(stream);
@@ -240,7 +240,7 @@ cudaError_t copy(const char* function, void* to, const void* from, std::size_t b
         waits.push_back(found.mark());
         return code;
       },
-      &waits));
+      &waits);
 }
 
 cudaError_t fill(const char* function, void* pointer, int value, std::size_t bytes,
@@ -624,15 +624,6 @@ cudaError_t cudaMemset(void* pointer, int value, std::size_t bytes) {
 }
 cudaError_t cudaMemsetAsync(void* pointer, int value, std::size_t bytes, cudaStream_t stream) {
   return fill("cudaMemsetAsync", pointer, value, bytes, stream);
-}
-
-cudaError_t cudaMemPrefetchAsync(const void* pointer, std::size_t, cudaMemLocation, unsigned,
-                                 cudaStream_t) {
-  return call("cudaMemPrefetchAsync", [&] {
-    const Block* block = block_of(pointer);
-    return block != nullptr && block->type == cudaMemoryTypeManaged ? cudaSuccess
-                                                                    : cudaErrorInvalidValue;
-  });
 }
 
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {

@@ -125,6 +125,7 @@ class Stream {
 
   TicketPool tickets_;
   std::uint64_t pushed_ = 0;
+  Ticket* last_signal_ = nullptr;  // pushed last
   Node* tail_;
   std::atomic<std::uint64_t> completed_{0};
   sem_t ready_;

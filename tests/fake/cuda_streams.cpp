@@ -153,6 +153,7 @@ Stream::Stream(int on_device, unsigned with_flags, int with_priority)
 }
 
 Stream::~Stream() {
+  if (last_signal_ != nullptr) last_signal_->drop();
   delete head_;
   sem_destroy(&ready_);
 }
@@ -175,6 +176,9 @@ Ticket* Stream::mark() {
 
 void Stream::signal(Ticket* ticket) {
   ticket->hold();
+  if (last_signal_ != nullptr) last_signal_->drop();
+  last_signal_ = ticket;
+  ticket->hold();
   push({.kind = Task::Kind::signal, .ticket = ticket});
 }
 
@@ -185,7 +189,8 @@ void Stream::wait_for(Ticket* ticket) {
 
 bool Stream::is_idle() const {
   return completed_.load(std::memory_order_relaxed) == pushed_ &&
-         completed_.load(std::memory_order_acquire) == pushed_;
+         completed_.load(std::memory_order_acquire) == pushed_ &&
+         (last_signal_ == nullptr || last_signal_->is_done());
 }
 
 void Stream::work_loop() {
@@ -197,7 +202,6 @@ void Stream::work_loop() {
     delete std::exchange(head_, next);
     if (next->task.kind == Task::Kind::quit) break;
     run(next->task, random);
-    completed_.fetch_add(1, std::memory_order_release);
   }
   if (head_->task.ticket != nullptr) {
     head_->task.ticket->signal();
@@ -228,14 +232,18 @@ void Stream::run(Task& task, std::uint64_t& random) {
         }
       }
       task.body = nullptr;
+      completed_.fetch_add(1, std::memory_order_release);
       break;
     case Task::Kind::signal:
+      // First, so that whoever has waited for the ticket finds the stream idle.
+      completed_.fetch_add(1, std::memory_order_release);
       task.ticket->signal();
       task.ticket->drop();
       break;
     case Task::Kind::wait:
       task.ticket->wait();
       task.ticket->drop();
+      completed_.fetch_add(1, std::memory_order_release);
       break;
     case Task::Kind::quit: break;
   }
