@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conformance suite over NCCL, and what a communicator of streams has beyond it.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -20,6 +22,7 @@
 #include "zero/bfloat16.hpp"
 #include "zero/comm/nccl.cuh"
 #include "zero/cuda/communicator.hpp"
+#include "zero/cuda/element.hpp"
 #include "zero/cuda/stream.hpp"
 #include "zero/float16.hpp"
 
@@ -58,6 +61,8 @@ TEST_CASE("NCCL: conformance", "[comm][cuda]") {
           zero_test::check_communicator<double>(comm);
           zero_test::check_communicator<zero::bfloat16>(comm);
           zero_test::check_communicator<zero::float16>(comm);
+          zero_test::check_in_flight<__nv_bfloat16>(comm);
+          zero_test::check_in_flight<__half>(comm);
           zero_test::check_once(comm);
         },
         options())));
@@ -116,6 +121,8 @@ TEST_CASE("NCCL: conformance of what it sums itself, save for the order", "[comm
           check(1.0);
           check(zero::bfloat16{});
           check(zero::float16{});
+          check(__nv_bfloat16{});
+          check(__half{});
           // What NCCL doesn't know, or would lose, goes the ranks' way.
           zero_test::check_nan(comm);
           zero_test::check_arithmetic_type(comm);

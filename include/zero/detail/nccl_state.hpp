@@ -14,13 +14,11 @@
 #include <nccl.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -172,7 +170,7 @@ class NcclState {
       const Clock::duration waited = Clock::now() - begin;
       if (waited >= timeout) {
         poison(CommunicatorFailure::timeout, [&] {
-          return "rank " + std::to_string(rank()) + " waited " + seconds_text(timeout) +
+          return "rank " + std::to_string(rank()) + " waited " + seconds_of(timeout) +
                  " for an event; " + unfinished_text();
         });
       } else {
@@ -270,8 +268,8 @@ class NcclState {
       const Clock::duration waited = Clock::now() - begin;
       if (!poisoned_ && waited >= options_.init_timeout) {
         poison(CommunicatorFailure::timeout, [&] {
-          return "rank " + std::to_string(rank()) + " waited " +
-                 seconds_text(options_.init_timeout) + " in " + name +
+          return "rank " + std::to_string(rank()) + " waited " + seconds_of(options_.init_timeout) +
+                 " in " + name +
                  "; check that all ranks call it, or allow more time (NcclOptions::init_timeout)";
         });
       }
@@ -659,18 +657,12 @@ class NcclState {
   }
   void poison_timeout(std::uint64_t sequence, nanoseconds timeout) noexcept {
     poison_locked(CommunicatorFailure::timeout, [&] {
-      return "rank " + std::to_string(rank()) + " waited " + seconds_text(timeout) + "; " +
+      return "rank " + std::to_string(rank()) + " waited " + seconds_of(timeout) + "; " +
              unfinished_text(sequence) +
              "; check that all ranks live and start the same operations, in the same order and "
              "with sizes that agree (NCCL_DEBUG=INFO shows what NCCL does), or allow more time "
              "(NcclOptions::timeout)";
     });
-  }
-
-  static std::string seconds_text(nanoseconds time) {
-    std::array<char, 32> text{};
-    std::snprintf(text.data(), text.size(), "%g s", std::chrono::duration<double>(time).count());
-    return text.data();
   }
 
   /// "broadcast of …, sequence 3, was in the stream", with the lock held or by the calling thread.
