@@ -69,6 +69,25 @@ TEST_CASE("NCCL: conformance", "[comm][cuda]") {
   }
 }
 
+#if ZERO_CUDA_EMULATED
+
+TEST_CASE("NCCL: conformance with streams that lag behind", "[comm][cuda]") {
+  const int size = largest_world() - 1;
+  zero_emulation::delay(11, 300);
+  CHECK_NOTHROW(rethrow_any(run(
+      size,
+      [](NcclCommunicator& comm) {
+        zero_test::check_in_flight<float>(comm);
+        zero_test::check_exchange_and_barrier(comm);
+        zero_test::check_all_gather<zero::float16>(comm);
+        zero_test::check_duplicates(comm);
+      },
+      options())));
+  zero_emulation::delay(0, 0);
+}
+
+#endif
+
 TEST_CASE("NCCL: conformance of what it sums itself, save for the order", "[comm][cuda]") {
   for (int size = 1; size <= largest_world(); ++size) {
     CAPTURE(size);

@@ -619,6 +619,7 @@ class NcclState {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     std::unique_lock lock(mutex_);
+    watchdog_id_ = std::this_thread::get_id();
     while (!stopping_ && !poisoned_) {
       try {
         wake_.wait_for(lock, options_.watchdog_interval);
@@ -665,7 +666,7 @@ class NcclState {
     });
   }
 
-  /// "broadcast of …, sequence 3, was in the stream", with the lock held or by the calling thread.
+  /// "broadcast of …, sequence 3, was in the stream", with the lock held.
   std::string unfinished_text() { return unfinished_text(completed_); }
   std::string unfinished_text(std::uint64_t sequence) {
     if (sequence >= next_known()) return "no operation was under way";
@@ -673,8 +674,11 @@ class NcclState {
            (sequence < launched_ ? ", was in the stream and not over"
                                  : ", was not in the stream yet");
   }
-  /// Operations that any thread may describe. The calling thread's newest may be missing.
-  [[nodiscard]] std::uint64_t next_known() const noexcept { return launched_; }
+  /// Operations that this thread may describe: those that only stand in the queue are the calling
+  /// thread's.
+  [[nodiscard]] std::uint64_t next_known() const noexcept {
+    return std::this_thread::get_id() == watchdog_id_ ? launched_ : next_;
+  }
 
   [[noreturn]] void fail(const InProcessOperation& what, std::uint64_t sequence) {
     // Kernels of an aborted communicator end by themselves; the caller may then free its memory.
@@ -764,6 +768,7 @@ class NcclState {
 
   bool stopping_ = false;
   std::condition_variable wake_{};
+  std::thread::id watchdog_id_{};
   std::thread watchdog_{};
 };
 
