@@ -56,12 +56,6 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 blocks, dim3 threads, vo
               [&] { return launch_registered(function, blocks, threads, arguments, stream); });
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function,
-                                void** arguments) {
-  return cudaLaunchKernel(function, configuration->gridDim, configuration->blockDim, arguments,
-                          configuration->dynamicSmemBytes, configuration->stream);
-}
-
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   return call("cudaFuncGetAttributes", [&] {
     if (function == nullptr) return cudaErrorInvalidDeviceFunction;
