@@ -2,6 +2,7 @@
 // The kernels of what ships, for every element type, for nvcc to compile: what they need of a GPU
 // is reported from this file's object. Never run.
 #include <zero/cuda.cuh>
+#include <zero/cuda/detail/rank_order_sum.cuh>
 #include <zero/zero.hpp>
 
 #include <cstdint>
@@ -27,6 +28,7 @@ void kernels_of_type(StreamView stream) {
   cuda::pack_gradients(cuda::CopyTask<T>{}, stream);
   cuda::pack_values(cuda::CopyTask<T>{}, stream);
   cuda::unpack_values(cuda::CopyTask<T>{}, stream);
+  cuda::rank_order_reduce<T>(cuda::RankOrderTask{}, stream);
   T* const none = nullptr;
   const auto source = [&](std::size_t) { return static_cast<const T*>(none); };
   cuda::reduce<T, T>(1, source, 0, none, zero::ReduceOp::sum, stream);
