@@ -28,6 +28,7 @@ void fill(zero::cuda::DeviceArray<float>& to, float value) {
   const std::vector<float> from(to.size(), value);
   zero::cuda::check(cudaMemcpy(to.data(), from.data(), to.bytes(), cudaMemcpyDefault),
                     "cudaMemcpy");
+  zero::cuda::StreamView().synchronize();  // it may return before the device has the bytes
 }
 
 /// Values of 1 and gradients of 1, so that a step takes a quarter from the values.
