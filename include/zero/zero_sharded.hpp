@@ -66,10 +66,11 @@ struct StateSlice {
 template <class Engine, Element T>
 class GradientLease {
  public:
-  GradientLease(Engine& engine, std::size_t parameter)
+  template <class... On>
+  GradientLease(Engine& engine, std::size_t parameter, On... on)
       : engine_(&engine),
         parameter_(parameter),
-        memory_(engine.template begin_lease<T>(parameter, adds_)) {}
+        memory_(engine.template begin_lease<T>(parameter, adds_, on...)) {}
   GradientLease(GradientLease&& other) noexcept
       : engine_(std::exchange(other.engine_, nullptr)),
         parameter_(other.parameter_),
@@ -188,6 +189,11 @@ class ZeroSharded {
                 "zero: stage 3 takes values away while nobody uses them, but this bucket view "
                 "leaves them where the caller put them; use zero::ParamView with parameters that "
                 "have rebind(values, owner), or zero::ShapedParam in place of zero::ParamRef");
+  static_assert(!detail::is_on_device<store_type> || !detail::shards_gradients<Stage> ||
+                    !detail::moves_gradients<BucketView>,
+                "zero: on a device stages 2 and 3 give gradients memory that differs from step to "
+                "step, but this bucket view binds them to one place; use zero::ParamView or "
+                "zero::NoView, and write to gradient(i)");
   static_assert(detail::AllElements<store_type, detail::IsPrecision<Precision>>::value,
                 "zero: the precision must model zero::PrecisionPolicy for every element type of "
                 "the store; see zero/precision.hpp");
@@ -275,6 +281,14 @@ class ZeroSharded {
   [[nodiscard]] auto gradient(std::size_t i) {
     return GradientLease<Engine, T>(*engine_, i);
   }
+  /// The same on a device, for writes that are enqueued in `stream` (without one, in the legacy
+  /// default stream): at stages 2 and 3 the memory may have been another gradient's before.
+  template <Element T = first_element>
+  [[nodiscard]] auto gradient(std::size_t i, Stream stream)
+    requires on_device
+  {
+    return GradientLease<Engine, T>(*engine_, i, stream);
+  }
 
   /// Parameter i's gradient is complete and stays untouched until `step` returns. From any thread,
   /// in any order, once a step. What isn't marked counts as ready at `step` where the store shows a
@@ -324,6 +338,20 @@ class ZeroSharded {
   /// Lets go of a unit's values; what was written to them is lost. Throws `UsageError` where it is
   /// not acquired. Where values aren't sharded, only the unit's number is checked.
   void release(int unit) { engine_->release(unit); }
+  /// The same on a device, for what is enqueued in `stream` (without one, in the legacy default
+  /// stream) from now on, or was until now. Where values are sharded a unit may come to another
+  /// place each time: `acquire` rebinds its parameters. Units are gathered over a duplicate of the
+  /// communicator, in its stream. Ranks that acquire different units learn of it from the step.
+  void acquire(int unit, Stream stream)
+    requires on_device
+  {
+    engine_->acquire(unit, stream);
+  }
+  void release(int unit, Stream stream)
+    requires on_device
+  {
+    engine_->release(unit, stream);
+  }
 
   /// What this rank's traffic has cost it so far.
   [[nodiscard]] TrafficReport traffic() const {
@@ -509,11 +537,16 @@ class ZeroSharded {
       report.staging += engine_->staging_bytes();
       if constexpr (Engine::State::pools_gradients) {
         const auto& way = engine_->way();
-        report.pooled = way.pooled().now();
-        report.pooled_peak = way.pooled().peak();
-        report.values += state.resident_value_bytes();
-        report.gathered = way.values().bytes().now();
-        report.gathered_peak = way.values().bytes().peak();
+        if constexpr (on_device) {  // what is kept for them
+          report.pooled = report.pooled_peak = way.pooled_bytes();
+          report.gathered = report.gathered_peak = way.gathered_bytes();
+        } else {
+          report.pooled = way.pooled().now();
+          report.pooled_peak = way.pooled().peak();
+          report.values += state.resident_value_bytes();
+          report.gathered = way.values().bytes().now();
+          report.gathered_peak = way.values().bytes().peak();
+        }
       }
       return report;
     });

@@ -11,7 +11,19 @@
 #include <utility>
 #include <vector>
 
+#include "zero/config.hpp"
 #include "zero/cuda/error.hpp"
+
+#if ZERO_CUDA_EMULATED
+#include "fake/cuda_runtime.hpp"
+#endif
+
+/// Emulated blocks run in an order drawn from the seed (0: in order); a device's in its own.
+inline void scramble_blocks([[maybe_unused]] unsigned seed) {
+#if ZERO_CUDA_EMULATED
+  zero_emulation::scramble_blocks(seed);
+#endif
+}
 
 template <class T>
 class DeviceArray {

@@ -3,10 +3,14 @@
 /// The fake CUDA runtime does what CUDA documents, and orders nothing that CUDA doesn't.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -14,6 +18,12 @@
 #include "fake/cuda_runtime.hpp"
 #include "zero/cuda/detail/launch.cuh"
 #include "zero/cuda/stream.hpp"
+
+// What nvcc's code calls.
+extern "C" void __cudaRegisterFunction(void** handle, const char* stub, char* device_function,
+                                       const char* device_name, int thread_limit, uint3* thread,
+                                       uint3* block, dim3* block_dim, dim3* grid_dim,
+                                       int* warp_size);
 
 namespace fake = zero_emulation;
 using zero::cuda::Event;
@@ -31,15 +41,24 @@ __global__ void add(int* values, int n, int summand) {
 
 __global__ void throws() { throw std::runtime_error("illegal"); }
 
+__global__ void meets() { __syncthreads(); }
+
 __global__ void count_threads(int* at) { atomicAdd(at, 1); }
 
 __global__ void note_block(int* order, int* next) {
   order[(*next)++] = static_cast<int>(blockIdx.x);
 }
 
-// Work that ends when the test says so.
+// Work that ends when the test says so, and before the gate does.
 class Gate {
  public:
+  Gate() = default;
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() {
+    open();
+    (void)cudaDeviceSynchronize();
+  }
   void hold(StreamView stream) {
     REQUIRE(fake::enqueue(stream.get(), [this] { open_.wait(false); }) == cudaSuccess);
   }
@@ -542,3 +561,150 @@ TEST_CASE("What is alive is counted") {
   CHECK(fake::alive().events == before.events);
   CHECK(fake::alive().allocations == before.allocations);
 }
+
+TEST_CASE("What belongs to a broken device can be given back") {
+  const fake::Alive before = fake::alive();
+  {
+    const Fresh fresh;
+    const Stream stream;
+    const Event event;
+    const Managed<int> values(1);
+    void* in_order = nullptr;
+    REQUIRE(cudaMallocAsync(&in_order, 4, stream.view().get()) == cudaSuccess);
+    Gate gate;
+    gate.hold(stream);
+    launch("throws", throws, {1, 1}, stream);
+    event.record(stream);
+    gate.open();
+    CHECK(cudaEventSynchronize(event.get()) == cudaErrorLaunchFailure);
+    CHECK_THROWS_AS(event.done(), zero::CudaError);
+    CHECK(cudaFreeAsync(in_order, stream.view().get()) == cudaErrorLaunchFailure);
+  }
+  CHECK(fake::alive().streams == before.streams);
+  CHECK(fake::alive().events == before.events);
+  CHECK(fake::alive().allocations == before.allocations);
+}
+
+TEST_CASE("A device breaks for itself") {
+  const Fresh fresh;
+  fake::set_devices(2);
+  const Stream first;
+  REQUIRE(cudaSetDevice(1) == cudaSuccess);
+  const Stream second;
+  launch("throws", throws, {1, 1}, second);
+  REQUIRE(cudaSetDevice(0) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(second.view().get()) == cudaErrorLaunchFailure);
+  CHECK(cudaStreamSynchronize(first.view().get()) == cudaSuccess);
+}
+
+TEST_CASE("Threads of a block that wait for each other are refused") {
+  const Fresh fresh;
+  const Stream stream;
+  launch("meets", meets, {4, 1}, stream);
+  stream.synchronize();
+  launch("meets", meets, {1, 2}, stream);
+  CHECK(cudaStreamSynchronize(stream.view().get()) == cudaErrorLaunchFailure);
+}
+
+TEST_CASE("A kernel that was registered is launched as the function provided for it") {
+  const Fresh fresh;
+  const Stream stream;
+  Managed<int> values(4, 1);
+  static const char stub = 0;
+  int* data = values.data();
+  int n = 4;
+  int summand = 5;
+  void* arguments[] = {&data, &n, &summand};
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaErrorInvalidDeviceFunction);
+  __cudaRegisterFunction(nullptr, &stub, nullptr, "add_on_device", -1, nullptr, nullptr, nullptr,
+                         nullptr, nullptr);
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaErrorNoKernelImageForDevice);
+  fake::provide("add_on_device", add);
+  CHECK(cudaLaunchKernel(&stub, dim3(2), dim3(2), arguments, 0, stream.view().get()) ==
+        cudaSuccess);
+  summand = 1000;  // read at launch
+  stream.synchronize();
+  CHECK(values.values() == std::vector<int>(4, 6));
+}
+
+TEST_CASE("Synchronising a blocking stream waits for no work of the legacy stream's") {
+  const Fresh fresh;
+  cudaStream_t blocking = nullptr;
+  REQUIRE(cudaStreamCreate(&blocking) == cudaSuccess);
+  Gate gate;
+  gate.hold(StreamView());
+  REQUIRE(cudaStreamSynchronize(blocking) == cudaSuccess);
+  REQUIRE(fake::enqueue(blocking, [] {}) == cudaSuccess);
+  CHECK(cudaStreamQuery(blocking) == cudaErrorNotReady);
+  gate.open();
+  REQUIRE(cudaStreamSynchronize(blocking) == cudaSuccess);
+  REQUIRE(cudaStreamDestroy(blocking) == cudaSuccess);
+}
+
+TEST_CASE("Calls are counted until the counters are reset") {
+  const Fresh fresh;
+  const Stream stream;
+  const Event event;
+  const cudaStream_t raw = stream.view().get();
+  event.record(stream);
+  stream.view().wait(event);
+  REQUIRE(fake::enqueue(raw, [] {}) == cudaSuccess);
+  REQUIRE(cudaLaunchHostFunc(raw, [](void*) {}, nullptr) == cudaSuccess);
+  event.record(stream);
+  event.synchronize();
+  const fake::Counters counted = fake::counters();
+  CHECK(counted.event_records == 2);
+  CHECK(counted.stream_waits == 1);
+  CHECK(counted.collectives == 1);
+  CHECK(counted.host_functions == 1);
+  CHECK(counted.host_synchronizations == 1);
+  CHECK(counted.launches == 0);
+  fake::reset();
+  CHECK(fake::counters().event_records == 0);
+}
+
+TEST_CASE("Devices tell what they are and whom they reach") {
+  const Fresh fresh;
+  fake::set_devices(2);
+  cudaDeviceProp properties;
+  cudaMemPool_t pool = nullptr;
+  std::uint64_t threshold = UINT64_MAX;
+  int value = 0;
+  REQUIRE(cudaGetDeviceProperties(&properties, 1) == cudaSuccess);
+  CHECK(properties.multiProcessorCount > 0);
+  REQUIRE(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 1) == cudaSuccess);
+  CHECK(value == properties.multiProcessorCount);
+  CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrWarpSize, 2) == cudaErrorInvalidDevice);
+  REQUIRE(cudaDeviceCanAccessPeer(&value, 0, 1) == cudaSuccess);
+  CHECK(value == 1);
+  CHECK(cudaDeviceEnablePeerAccess(1, 0) == cudaSuccess);
+  CHECK(cudaDeviceEnablePeerAccess(1, 0) == cudaErrorPeerAccessAlreadyEnabled);
+  REQUIRE(cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess);
+  CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold) == cudaSuccess);
+  REQUIRE(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, add, 256, 0) == cudaSuccess);
+  CHECK(value == 8);
+  CHECK(std::string(cudaGetErrorName(cudaErrorNoDevice)) == "cudaErrorNoDevice");
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" int __asan_address_is_poisoned(void const volatile* address);
+
+TEST_CASE("AddressSanitizer sees what lies behind memory and what was freed") {
+  const Fresh fresh;
+  const Stream stream;
+  Gate gate;
+  void* pointer = nullptr;
+  REQUIRE(cudaMallocAsync(&pointer, 100, stream.view().get()) == cudaSuccess);
+  const char* bytes = static_cast<const char*>(pointer);
+  CHECK(!__asan_address_is_poisoned(bytes + 99));
+  CHECK(__asan_address_is_poisoned(bytes + 100));
+  gate.hold(stream);
+  REQUIRE(cudaFreeAsync(pointer, stream.view().get()) == cudaSuccess);
+  CHECK(!__asan_address_is_poisoned(bytes));  // in stream order
+  gate.open();
+  stream.synchronize();
+  CHECK(__asan_address_is_poisoned(bytes));
+}
+#endif

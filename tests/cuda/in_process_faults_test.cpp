@@ -18,6 +18,7 @@
 
 #include "catch.hpp"
 #include "fake/cuda_runtime.hpp"
+#include "zero/comm/fault_injector.hpp"
 #include "zero/cuda/in_process.cuh"
 
 namespace {
@@ -292,8 +293,11 @@ TEST_CASE("CUDA in-process: a device that gets stuck", "[cuda]") {
     if (comm->rank() == 1) gate.hold_up(comm->stream());
     auto request = comm->all_reduce(data[comm->rank()].span());
     const Outcome first = outcome_of([&] { request.wait(); });
-    const Outcome second = outcome_of([&] { request.wait(); });
-    if (++returned == 2) gate.open();
+    ++returned;
+    while (returned < 2) std::this_thread::sleep_for(1ms);
+    gate.open();
+    comm->stream().synchronize();
+    const Outcome second = outcome_of([&] { request.wait(); });  // too late now
     if (second.failure != CommunicatorFailure::timeout) throw std::logic_error("it fails again");
     if (first.operation != "all_reduce") throw std::logic_error("the operation");
     if (first.took > 10s || second.took > 10s) throw std::logic_error("took too long");
@@ -389,6 +393,35 @@ TEST_CASE("CUDA in-process: any call to CUDA may fail", "[cuda]") {
     }
   }
   CHECK(failed > 60);
+}
+
+TEST_CASE("CUDA in-process: injected faults", "[cuda]") {
+  using zero::FaultAction;
+  const auto with = [](FaultAction action, zero::InProcessOptions options) {
+    return outcomes(2, options, [=](Handle& inner) {
+      zero::FaultInjector comm(
+          *inner, zero::FaultPlan{.faults = {{.action = action, .rank = 1, .operation = 1}}});
+      std::vector<float> data(5, 1), part(4, 1), all(8);
+      // A rank that gives up by itself waits for what it has enqueued before its memory goes.
+      const std::shared_ptr<void> idle(
+          nullptr, [stream = comm.stream()](void*) { (void)cudaStreamSynchronize(stream.get()); });
+      comm.all_reduce(std::span<float>(data)).enqueue();
+      comm.all_gather<float>(part, std::span<float>(all)).enqueue();
+      Event event;
+      event.record(comm.stream());
+      comm.wait(event);
+      comm.check();
+      if (data[4] != 2 || all[7] != 1) throw std::logic_error("what was enqueued");
+    });
+  };
+  auto results = with(FaultAction::delay_start, patient);
+  CHECK((!results[0].threw && !results[1].threw));
+  results = with(FaultAction::fail, patient);
+  CHECK(results[1].failure == CommunicatorFailure::injected);
+  CHECK(results[0].says("injected failure"));
+  results = with(FaultAction::stick, quick);
+  CHECK(results[0].failure == CommunicatorFailure::timeout);
+  CHECK(results[1].failure == CommunicatorFailure::timeout);
 }
 
 TEST_CASE("CUDA in-process: run_ranks throws what it all began with", "[cuda]") {

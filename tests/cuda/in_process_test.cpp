@@ -31,7 +31,8 @@ using zero::cuda::InProcessCommunicator;
 using zero_test::require;
 using Shaken = zero::FaultInjector<InProcessCommunicator>;
 
-static_assert(zero::Communicator<Shaken, float> && !zero::SharedMemoryCommunicator<Shaken>);
+static_assert(zero::Communicator<Shaken, float> && zero::cuda::StreamCommunicator<Shaken>);
+static_assert(!zero::SharedMemoryCommunicator<Shaken>);
 
 /// Streams lag behind the host for as long as it lives.
 class Lag {

@@ -13,7 +13,6 @@
 
 #include "catch.hpp"
 #include "device_array.hpp"
-#include "fake/cuda_runtime.hpp"
 #include "zero/bfloat16.hpp"
 #include "zero/cuda/detail/look.cuh"
 #include "zero/detail/findings.hpp"
@@ -22,7 +21,7 @@
 
 namespace {
 
-namespace cuda = zero::cuda::detail;
+namespace gpu = zero::cuda::detail;
 using zero::detail::ExactSum;
 using zero::detail::SquareSum;
 
@@ -54,27 +53,26 @@ class Gradients {
   }
 
   template <class Look>
-  cuda::DeviceDigits look(bool at_sums, const cuda::DeviceDigits& before, const Look& look) const {
-    const DeviceArray<cuda::DeviceFragment<T>> fragments(fragments_);
-    const DeviceArray<cuda::Chunk> chunks(
-        cuda::make_chunks<T>(std::span<const cuda::DeviceFragment<T>>(fragments_)));
+  gpu::DeviceDigits look(bool at_sums, const gpu::DeviceDigits& before, const Look& look) const {
+    const DeviceArray<gpu::DeviceFragment<T>> fragments(fragments_);
+    const DeviceArray<gpu::Chunk> chunks(gpu::make_chunks<T>(fragments_));
     const DeviceArray<A> sums(sums_);
-    const DeviceArray<cuda::DeviceDigits> digits(std::vector<cuda::DeviceDigits>{before});
-    look(cuda::LookTask<T>{.fragments = fragments.data(),
-                           .chunks = chunks.data(),
-                           .chunk_count = chunks.size(),
-                           .sums = at_sums ? sums.data() : nullptr,
-                           .digits = digits.data()});
+    const DeviceArray<gpu::DeviceDigits> digits(std::vector<gpu::DeviceDigits>{before});
+    look(gpu::LookTask<T>{.fragments = fragments.data(),
+                          .chunks = chunks.data(),
+                          .chunk_count = chunks.size(),
+                          .sums = at_sums ? sums.data() : nullptr,
+                          .digits = digits.data()});
     return digits.host()[0];
   }
   [[nodiscard]] ExactSum squares(bool at_sums) const {
-    return cuda::to_exact_sum(look(at_sums, {}, [](const cuda::LookTask<T>& task) {
-      cuda::add_squares(task, zero::cuda::StreamView{});
+    return gpu::to_exact_sum(look(at_sums, {}, [](const gpu::LookTask<T>& task) {
+      gpu::add_squares(task, zero::cuda::StreamView{});
     }));
   }
   [[nodiscard]] bool finite(bool at_sums) const {
-    const auto found = look(at_sums, {}, [](const cuda::LookTask<T>& task) {
-      cuda::find_not_finite(task, zero::cuda::StreamView{});
+    const auto found = look(at_sums, {}, [](const gpu::LookTask<T>& task) {
+      gpu::find_not_finite(task, zero::cuda::StreamView{});
     });
     CHECK(std::all_of(std::begin(found.digit), std::end(found.digit),
                       [](unsigned long long digit) { return digit == 0; }));
@@ -99,7 +97,7 @@ class Gradients {
 
  private:
   std::vector<DeviceArray<T>> gradients_;
-  std::vector<cuda::DeviceFragment<T>> fragments_;
+  std::vector<gpu::DeviceFragment<T>> fragments_;
   std::vector<A> sums_;
 };
 
@@ -145,12 +143,15 @@ TEMPLATE_TEST_CASE("So do numbers of any magnitude", "", float, double, zero::bf
 }
 
 TEST_CASE("A bin that is full is handed over in time") {
-  Gradients<float> floats;
-  floats.add(std::vector<float>(30000, std::nextafter(8.0F, 0.0F)));
-  floats.check();
-  Gradients<double> doubles;
-  doubles.add(std::vector<double>(30000, std::sqrt(std::nextafter(8.0, 0.0))));
-  doubles.check();
+  for (int exponent = 1; exponent <= 8; ++exponent) {
+    const double limit = std::ldexp(1.0, exponent);
+    Gradients<float> floats;
+    floats.add(std::vector<float>(20000, std::nextafter(float(limit), 0.0F)));
+    floats.check();
+    Gradients<double> doubles;
+    doubles.add(std::vector<double>(20000, std::sqrt(std::nextafter(limit, 0.0))));
+    doubles.check();
+  }
 }
 
 TEMPLATE_TEST_CASE("NaNs and infinities are found wherever they are", "", float, double,
@@ -183,13 +184,13 @@ TEST_CASE("Blocks in any number and order add up to the same bits") {
   Gradients<float> gradients;
   for (int i = 0; i < 3; ++i) add_usual(gradients);
   for (const unsigned blocks : {1U, 2U, 5U, 100U}) {
-    zero_emulation::scramble_blocks(blocks);
-    const auto digits = gradients.look(true, {}, [&](const cuda::LookTask<float>& task) {
-      cuda::launch("add_squares", &cuda::add_squares_kernel<float>,
-                   {blocks, cuda::reducing_threads}, zero::cuda::StreamView{}, task);
+    scramble_blocks(blocks);
+    const auto digits = gradients.look(true, {}, [&](const gpu::LookTask<float>& task) {
+      gpu::launch("add_squares", &gpu::add_squares_kernel<float>, {blocks, gpu::reducing_threads},
+                  zero::cuda::StreamView{}, task);
     });
-    zero_emulation::scramble_blocks(0);
-    CHECK(cuda::to_exact_sum(digits) == gradients.expected());
+    scramble_blocks(0);
+    CHECK(gpu::to_exact_sum(digits) == gradients.expected());
   }
 }
 
@@ -197,13 +198,13 @@ TEST_CASE("A digit that is full hands over to the next one") {
   // Denormal numbers have no bin, so that each is added to its digit at once.
   Gradients<float> gradients;
   gradients.add(random_numbers<float>(3000, -140, -126, 1));
-  cuda::DeviceDigits full{};
+  gpu::DeviceDigits full{};
   for (int d = 0; d < 60; ++d) full.digit[d] = (1ULL << 63) - 1;
-  ExactSum expected = cuda::to_exact_sum(full);
+  ExactSum expected = gpu::to_exact_sum(full);
   expected.add(gradients.expected());
-  const auto digits = gradients.look(true, full, [](const cuda::LookTask<float>& task) {
-    cuda::add_squares(task, zero::cuda::StreamView{});
+  const auto digits = gradients.look(true, full, [](const gpu::LookTask<float>& task) {
+    gpu::add_squares(task, zero::cuda::StreamView{});
   });
-  CHECK(cuda::to_exact_sum(digits) == expected);
+  CHECK(gpu::to_exact_sum(digits) == expected);
   for (const unsigned long long digit : digits.digit) CHECK(digit >> 63 == 0);
 }

@@ -122,6 +122,20 @@ void host(bool ordered) {
   stream.synchronize();
 }
 
+// What work that has not begun yet will read is changed, and more is enqueued.
+void host_too_early(bool ordered) {
+  const Stream stream;
+  int* values = allocate(2);
+  check(zero_emulation::enqueue(stream.view().get(),
+                                [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }),
+        "enqueue");
+  launch("copy", copy, {1, 1}, stream, values + 1, values);
+  if (ordered) stream.synchronize();
+  *values = 7;
+  launch("copy", copy, {1, 1}, stream, values + 1, values);
+  stream.synchronize();
+}
+
 void queried(bool ordered) {
   const Stream stream;
   const Event event;
@@ -220,6 +234,7 @@ int main(int argc, char** argv) {
       {"overwritten", overwritten},
       {"recorded_too_early", recorded_too_early},
       {"host", host},
+      {"host_too_early", host_too_early},
       {"queried", queried},
       {"ranks", ranks},
       {"legacy_stream", legacy_stream},

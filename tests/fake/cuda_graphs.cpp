@@ -101,6 +101,16 @@ void invalidate(Stream& stream) {
   if (stream.capture != nullptr) stream.capture->invalidated = true;
 }
 
+void leave_capture(Stream& stream) {
+  Capture& capture = *stream.capture;
+  if (capture.origin == &stream) {
+    release(capture);
+  } else {
+    capture.invalidated = true;
+    std::erase(capture.streams, &stream);
+  }
+}
+
 cudaError_t capture_node(Stream& stream, std::function<void()> body) {
   Capture& capture = *stream.capture;
   if (capture.invalidated) return cudaErrorStreamCaptureInvalidated;
@@ -235,7 +245,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  return call("cudaGraphDestroy", [&] {
+  return release_call("cudaGraphDestroy", [&] {
     if (graph == nullptr) return cudaErrorInvalidValue;
     delete reinterpret_cast<Graph*>(graph);
     --runtime().living.graphs;
@@ -244,7 +254,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  return call("cudaGraphExecDestroy", [&] {
+  return release_call("cudaGraphExecDestroy", [&] {
     if (executable == nullptr) return cudaErrorInvalidValue;
     auto* destroyed = reinterpret_cast<Executable*>(executable);
     for (Stream* stream : destroyed->streams) destroy(stream);

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
 /// What tests ask of the fake CUDA runtime beyond CUDA's own functions: counts, faults, delays.
+///
+/// Where CUDA's documentation leaves open whether something is ordered, it is not; what it allows
+/// to wait, waits. Beside that it is CUDA's behaviour, but for allocation in capture, which is
+/// refused.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -65,7 +69,9 @@ void delay(std::uint64_t seed, unsigned max_microseconds);
 /// Blocks of a kernel run in an order drawn from the seed. 0: in order.
 void scramble_blocks(std::uint64_t seed);
 
-/// Enqueues what is no kernel and no copy: a collective. Captured where the stream captures.
+/// Enqueues what is no kernel and no copy: a collective. Captured where the stream captures. A body
+/// that blocks blocks its stream only. One that owns a `shared_ptr` orders more than CUDA does in
+/// the eyes of ThreadSanitizer, by the count of references.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> body);
 
 /// From pointers to a kernel's arguments, what a launch runs for each thread.

@@ -4,13 +4,12 @@
 ///
 /// ThreadSanitizer shall report work that CUDA does not order. So nothing here may order what CUDA
 /// leaves open: state of the host's side is guarded by a lock that ThreadSanitizer does not see
-/// (`HostGuard`) and workers never take; a stream's thread and the host share only its queue, whose
-/// one direction is from the host to the stream, and tickets, which order what waits for one after
-/// what came before it in its stream. All else that both touch is relaxed.
+/// (`HostGuard`) and workers take once they are done; a stream's thread and the host share only its
+/// queue, whose one direction is from the host to the stream, and tickets, which order what waits
+/// for one after what came before it in its stream. All else that both touch is relaxed.
 #pragma once
 
 #include <cuda_runtime_api.h>
-#include <semaphore.h>
 
 #include <atomic>
 #include <cstddef>
@@ -51,13 +50,15 @@ class Ticket {
   void signal();
   [[nodiscard]] bool is_done() const;
   void wait() const;
+  /// As `is_done`, but orders nothing.
+  [[nodiscard]] bool has_passed() const { return state_.load(std::memory_order_relaxed) != 0; }
   /// When it was reached.
   [[nodiscard]] std::int64_t nanoseconds() const {
     return nanoseconds_.load(std::memory_order_relaxed);
   }
 
  private:
-  mutable std::atomic<std::uint32_t> state_{0};
+  std::atomic<std::uint32_t> state_{0};
   std::atomic<std::uint32_t> references_{0};
   std::atomic<std::int64_t> nanoseconds_{0};
 };
@@ -82,6 +83,7 @@ struct Task {
   Kind kind = Kind::run;
   std::function<void()> body = {};
   Ticket* ticket = nullptr;
+  bool always = false;  // be the device broken or not
 };
 
 struct Capture;
@@ -116,18 +118,20 @@ class Stream {
  private:
   struct Node {
     Task task;
-    std::atomic<Node*> next{nullptr};
+    Node* next = nullptr;
+    std::atomic<std::uint32_t> has_next{0};
   };
 
   void work_loop();
-  void run(Task& task, std::uint64_t& random);
+  void run(Task& task);
   ~Stream();
 
+  const std::uint64_t number_;
   TicketPool tickets_;
   std::uint64_t pushed_ = 0;
+  Ticket* last_signal_ = nullptr;  // pushed last
   Node* tail_;
   std::atomic<std::uint64_t> completed_{0};
-  sem_t ready_;
   Node* head_;  // the worker's; its task is done
 };
 
@@ -201,7 +205,7 @@ struct Runtime {
   std::atomic<std::uint64_t> delay_seed{0};
   std::atomic<unsigned> delay_microseconds{0};
   std::atomic<std::uint64_t> scramble_seed{0};
-  std::atomic<std::uint64_t> streams_made{0};
+  std::uint64_t streams_made = 0;
   std::atomic<int> streams_draining{0};
 };
 [[nodiscard]] Runtime& runtime();
@@ -209,12 +213,20 @@ struct Runtime {
 /// Of the calling thread.
 [[nodiscard]] int& current_device();
 
-/// Tickets that a call waits for once it has let go of the lock.
-using Waits = std::vector<Ticket*>;
+/// What a call waits for once it has let go of the lock, and the device that may have broken
+/// meanwhile.
+struct Waits {
+  std::vector<Ticket*> tickets = {};
+  int device = current_device();
+};
+
+[[nodiscard]] inline cudaError_t broken(int device) {
+  return static_cast<cudaError_t>(runtime().devices[device].broken.load(std::memory_order_relaxed));
+}
 
 // In a call, under the lock:
 
-/// The error that a call of this name ends with before it does anything.
+/// The error that a call of this name ends with before it does anything, but for a broken device's.
 [[nodiscard]] cudaError_t admit(const char* function);
 /// What the handle stands for, which may be one of the default streams.
 [[nodiscard]] Stream* find(cudaStream_t stream);
@@ -228,6 +240,8 @@ void destroy(Stream* stream);
 void wait_for_device(int device, Waits& waits);
 [[nodiscard]] cudaError_t capture_node(Stream& stream, std::function<void()> body);
 void invalidate(Stream& stream);
+/// Of a stream that is destroyed while it captures.
+void leave_capture(Stream& stream);
 /// The live capture that the event was recorded in.
 [[nodiscard]] Capture* capture_of(const Event& event);
 
@@ -242,14 +256,28 @@ cudaError_t call(const char* function, const Body& body, Waits* waits = nullptr)
   {
     const HostGuard guard;
     code = admit(function);
+    if (code == cudaSuccess) code = broken(current_device());
     if (code == cudaSuccess) code = body();
   }
   if (waits != nullptr && code == cudaSuccess) {
     await(*waits);
-    code = static_cast<cudaError_t>(
-        runtime().devices[current_device()].broken.load(std::memory_order_relaxed));
+    code = broken(waits->device);
   }
   return note(code);
+}
+
+/// As `call`, of a function that gives something back: of a broken device too, though it fails.
+template <class Body>
+cudaError_t release_call(const char* function, const Body& body, Waits* waits = nullptr) {
+  cudaError_t code = cudaSuccess;
+  {
+    const HostGuard guard;
+    code = admit(function);
+    if (code == cudaSuccess) code = body();
+  }
+  if (code != cudaSuccess) return note(code);
+  if (waits != nullptr) await(*waits);
+  return note(broken(current_device()));
 }
 
 /// A kernel over a grid; `thread` runs once for each thread.

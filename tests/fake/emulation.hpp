@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
 /// CUDA's language extensions for a C++ compiler: force-included (`-include`) where kernels are
-/// compiled to run on a processor. A block's threads run one after the other, so kernels that wait
-/// for each other within a block (`__syncthreads`) are launched with one thread a block.
+/// compiled to run on a processor. A block's threads run one after the other, so kernels whose
+/// threads wait for each other (`__syncthreads`) are launched with one thread a block.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <functional>
-#include <utility>
+#include <stdexcept>
 
 namespace zero_emulation {
 
@@ -32,16 +33,20 @@ cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads,
 #define __launch_bounds__(...)
 #endif
 
-inline void __syncthreads() {}
+// A block's threads can't meet here, and one alone need not.
+inline void __syncthreads() {
+  if (blockDim.x * blockDim.y * blockDim.z != 1)
+    throw std::logic_error("__syncthreads with several threads in a block");
+}
 inline void __threadfence() {}
 
 template <class T, class U>
 inline T atomicAdd(T* at, U add) {
-  return __atomic_fetch_add(at, static_cast<T>(add), __ATOMIC_RELAXED);
+  return std::atomic_ref<T>(*at).fetch_add(static_cast<T>(add), std::memory_order_relaxed);
 }
 template <class T, class U>
 inline T atomicOr(T* at, U bits) {
-  return __atomic_fetch_or(at, static_cast<T>(bits), __ATOMIC_RELAXED);
+  return std::atomic_ref<T>(*at).fetch_or(static_cast<T>(bits), std::memory_order_relaxed);
 }
 template <class T, class U>
 inline T atomicMin(T* at, U limit) {

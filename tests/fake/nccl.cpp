@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -153,9 +154,6 @@ void conclude(Outcome& outcome, ncclResult_t result) {
 class Setup;
 struct Batch;
 
-/// Set once a job has left its stream.
-using Done = std::atomic<bool>;
-
 /// What makes a pre-multiplied sum.
 struct Multiplier {
   ncclDataType_t type;
@@ -163,7 +161,8 @@ struct Multiplier {
   const void* on_device;  ///< read when it is used; null: `value`
 };
 
-/// A rank's side of a communicator; what is in streams keeps it alive.
+/// A rank's side of a communicator; what is in streams keeps it alive. A host's thread must not
+/// drop a reference that a stream's thread may have dropped: reference counts would order the two.
 struct Member {
   std::shared_ptr<Setup> setup;
   std::shared_ptr<Outcome> outcome = std::make_shared<Outcome>(ncclInProgress);
@@ -172,7 +171,11 @@ struct Member {
   int device = 0;
   bool blocking = true;
 
-  std::atomic<int> outstanding{0};  ///< jobs in streams
+  // Of streams' threads, and of hosts' that wait for them.
+  std::mutex streams_mutex;
+  std::condition_variable left_stream;
+  std::uint64_t finished = 0;  ///< jobs that were in streams
+  int replayed = 0;            ///< jobs of graphs that are in streams
 
   // Of the host's threads, of which one may poll while another works.
   std::mutex mutex;
@@ -183,8 +186,8 @@ struct Member {
   ncclResult_t launch_error = ncclSuccess;  ///< of what was deferred
   bool finalized = false;
   std::map<int, Multiplier> multipliers;  ///< of pre-multiplied sums, by handle
+  std::uint64_t launched = 0;
   cudaStream_t last_stream = nullptr;
-  std::shared_ptr<Done> last_job;
 };
 
 /// Ranks on their way to be communicators: those that came with one unique id, or the parts of one
@@ -316,8 +319,8 @@ struct Part {
 /// What one outermost `ncclGroupEnd` has to put into streams.
 struct Batch {
   std::mutex mutex;
-  bool launched = false;
-  bool asked = false;  ///< by `ncclCommGetAsyncError`, once
+  std::atomic<bool> launched{false};  ///< or dropped
+  bool asked = false;                 ///< by `ncclCommGetAsyncError`, once
   std::vector<Part> parts;
 };
 
@@ -370,59 +373,103 @@ cudaError_t order(cudaStream_t earlier, cudaStream_t stream) {
   return error;
 }
 
-void finish(Member& member) {
-  if (member.outstanding.fetch_sub(1) == 1) member.outstanding.notify_all();
+/// A job of a communicator has left its stream.
+void finish(Member& member, bool captured) {
+  const std::lock_guard lock(member.streams_mutex);
+  if (captured) {
+    --member.replayed;
+  } else {
+    ++member.finished;
+  }
+  member.left_stream.notify_all();
 }
 
-/// One stream's share of a batch: usually one communicator's.
+/// Returns once so many jobs have left streams.
+void wait_for(Member& member, std::uint64_t jobs) {
+  std::unique_lock lock(member.streams_mutex);
+  member.left_stream.wait(lock, [&] { return member.finished >= jobs; });
+}
+
+/// Whether streams have nothing of a communicator's any more; `member.mutex` is locked.
+bool idle(Member& member) {
+  const std::lock_guard lock(member.streams_mutex);
+  return member.finished == member.launched && member.replayed == 0;
+}
+
+void wait_for_streams(Member& member) {
+  std::uint64_t launched = 0;
+  {
+    const std::lock_guard lock(member.mutex);
+    launched = member.launched;
+  }
+  std::unique_lock lock(member.streams_mutex);
+  member.left_stream.wait(lock,
+                          [&] { return member.finished >= launched && member.replayed == 0; });
+}
+
+/// One stream's share of a batch: usually one communicator's. What its thread runs.
+struct Job {
+  std::vector<Part> parts;
+  std::vector<std::uint64_t> after;  ///< by part: which job of its communicator has to be done
+  bool captured;
+
+  void run() const {
+    std::vector<std::vector<Clique::Pending>> pending;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      Member& member = *parts[i].member;
+      wait_for(member, after[i]);
+      if (captured) {
+        const std::lock_guard lock(member.streams_mutex);
+        ++member.replayed;
+      }
+      pending.push_back(member.clique->announce(member.rank, parts[i].operations));
+    }
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      Member& member = *parts[i].member;
+      member.clique->await(member.rank, pending[i]);
+    }
+    for (const Part& part : parts) finish(*part.member, captured);
+  }
+};
+
 cudaError_t launch(std::vector<Part> parts) {
-  const cudaStream_t stream = parts.front().streams.front();
+  const std::vector<std::vector<cudaStream_t>> streams = [&] {
+    std::vector<std::vector<cudaStream_t>> all;
+    for (const Part& part : parts) all.push_back(part.streams);
+    return all;
+  }();
+  const cudaStream_t stream = streams.front().front();
   const DeviceScope device(parts.front().member->device);
-  const bool captured = capturing(stream);
-  for (const Part& part : parts) {
-    for (std::size_t i = 1; i < part.streams.size(); ++i) {
-      if (const cudaError_t error = order(part.streams[i], stream)) return error;
+  for (const auto& those : streams) {
+    for (std::size_t i = 1; i < those.size(); ++i) {
+      if (const cudaError_t error = order(those[i], stream)) return error;
     }
   }
   // A communicator's operations come one after the other, whatever their streams.
-  std::vector<std::shared_ptr<Done>> earlier;
-  const auto done = std::make_shared<Done>(false);
-  if (!captured) {
-    for (const Part& part : parts) {
-      Member& member = *part.member;
-      const std::lock_guard lock(member.mutex);
-      if (member.last_job && member.last_stream != stream) earlier.push_back(member.last_job);
-      member.last_stream = stream;
-      member.last_job = done;
-      member.outstanding.fetch_add(1, std::memory_order_relaxed);
-    }
+  auto job = std::make_shared<Job>();
+  const bool captured = job->captured = capturing(stream);
+  std::vector<Member*> members;  // alive, since their handles are
+  for (const Part& part : parts) {
+    Member& member = *part.member;
+    const std::lock_guard lock(member.mutex);
+    members.push_back(&member);
+    const bool moved = !captured && member.launched != 0 && member.last_stream != stream;
+    job->after.push_back(moved ? member.launched : 0);
+    if (captured) continue;
+    member.last_stream = stream;
+    ++member.launched;
   }
-  const auto shared = std::make_shared<const std::vector<Part>>(std::move(parts));
-  const cudaError_t error = enqueue(stream, [shared, earlier, done, captured] {
-    for (const auto& job : earlier) job->wait(false);
-    std::vector<std::vector<Clique::Pending>> pending;
-    for (const Part& part : *shared) {
-      if (captured) part.member->outstanding.fetch_add(1, std::memory_order_relaxed);
-      pending.push_back(part.member->clique->announce(part.member->rank, part.operations));
-    }
-    for (std::size_t i = 0; i < shared->size(); ++i) {
-      const Member& member = *(*shared)[i].member;
-      member.clique->await(member.rank, pending[i]);
-    }
-    for (const Part& part : *shared) finish(*part.member);
-    done->store(true);
-    done->notify_all();
-  });
+  job->parts = std::move(parts);
+  const cudaError_t error = enqueue(stream, [job = std::move(job)] { job->run(); });
   if (error != cudaSuccess) {
-    for (const Part& part : *shared) {
-      if (!captured) finish(*part.member);
+    for (Member* member : members) {
+      if (!captured) finish(*member, false);
     }
-    done->store(true);
     return error;
   }
-  for (const Part& part : *shared) {
-    for (std::size_t i = 1; i < part.streams.size(); ++i) {
-      if (const cudaError_t failed = order(stream, part.streams[i])) return failed;
+  for (const auto& those : streams) {
+    for (std::size_t i = 1; i < those.size(); ++i) {
+      if (const cudaError_t failed = order(stream, those[i])) return failed;
     }
   }
   return cudaSuccess;
@@ -507,7 +554,7 @@ ncclResult_t poll(Member& member) {
     if (member.split && member.split->load() == ncclInProgress) return ncclInProgress;
     if (member.launch_error != ncclSuccess) return member.launch_error;
     if (member.finalized) {
-      if (member.outstanding.load() != 0) return ncclInProgress;
+      if (!idle(member)) return ncclInProgress;
       member.clique->leave(member.rank);
     }
     batch = member.deferred;
@@ -517,7 +564,7 @@ ncclResult_t poll(Member& member) {
   {
     const std::lock_guard lock(batch->mutex);
     if (!std::exchange(batch->asked, true)) return ncclInProgress;
-    if (!std::exchange(batch->launched, true)) result = launch_all(std::move(batch->parts));
+    if (!batch->launched.exchange(true)) result = launch_all(std::exchange(batch->parts, {}));
   }
   const std::lock_guard lock(member.mutex);
   if (member.deferred == batch) member.deferred = nullptr;
@@ -536,12 +583,8 @@ ncclResult_t ensure_ready(ncclComm_t comm) {
     state = member.clique->error(member.rank);
     const std::lock_guard lock(member.mutex);
     const bool busy = (member.split && member.split->load() == ncclInProgress) ||
-                      (member.finalized && member.outstanding.load() != 0);
-    bool deferred = false;
-    if (member.deferred) {
-      const std::lock_guard batch_lock(member.deferred->mutex);
-      deferred = !member.deferred->launched;
-    }
+                      (member.finalized && !idle(member));
+    const bool deferred = member.deferred && !member.deferred->launched;
     if (state == ncclSuccess && (busy || deferred)) state = ncclInProgress;
   }
   if (state == ncclInProgress) {
@@ -557,12 +600,6 @@ bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_by
   const auto x = reinterpret_cast<std::uintptr_t>(a);
   const auto y = reinterpret_cast<std::uintptr_t>(b);
   return a_bytes != 0 && b_bytes != 0 && x < y + b_bytes && y < x + a_bytes;
-}
-
-void wait_for_streams(Member& member) {
-  for (int left = member.outstanding; left != 0; left = member.outstanding) {
-    member.outstanding.wait(left);
-  }
 }
 
 /// Why a pointer can't be used, or success.

@@ -208,6 +208,13 @@ class FaultyRequest {
     inner(timeout).wait(timeout);
     over_ = true;
   }
+  void enqueue()
+    requires requires(R& request) { request.enqueue(); }
+  {
+    if (over_ || place_ == nullptr) return;
+    inner(state_->timeout()).enqueue();
+    over_ = true;
+  }
   [[nodiscard]] bool done() {
     if (over_ || place_ == nullptr) return true;
     if (!place_->inner && state_->all->stuck) return false;
@@ -396,7 +403,23 @@ class FaultInjector {
     return state_->inner.concurrent();
   }
 
-  /// Passed on as they are: faults are of this communicator's own operations.
+  // Passed on as they are: faults are of this communicator's own operations.
+
+  [[nodiscard]] auto stream() const
+    requires requires(Comm& comm) { comm.stream(); }
+  {
+    return state_->inner.stream();
+  }
+  template <class Event>
+    requires requires(Comm& comm, const Event& event) { comm.wait(event); }
+  void wait(const Event& event) {
+    state_->inner.wait(event);
+  }
+  void check() const
+    requires requires(Comm& comm) { comm.check(); }
+  {
+    state_->inner.check();
+  }
   [[nodiscard]] auto& replicas() const
     requires ReplicatedCommunicator<Comm>
   {

@@ -146,8 +146,9 @@ class InProcessRequest {
   void wait(std::chrono::nanoseconds timeout) {
     on_host([&] { return host_.wait(timeout), true; });
     if (flight_ != nullptr && !rank_->await(flight_->end, timeout, operation_)) {
+      late_ = true;
       rank_->flights().settle();
-      rank_->state().throw_poisoned(rank_->flights().rank(), operation_, sequence_);
+      throw_late();
     }
     finish();
   }
@@ -180,6 +181,7 @@ class InProcessRequest {
     std::swap(rank_, other.rank_);
     std::swap(host_, other.host_);
     std::swap(flight_, other.flight_);
+    std::swap(late_, other.late_);
     std::swap(operation_, other.operation_);
     std::swap(sequence_, other.sequence_);
   }
@@ -188,6 +190,7 @@ class InProcessRequest {
   // peers made of it.
   template <class Step>
   bool on_host(Step step) {
+    if (late_) throw_late();
     bool met = false;
     try {
       met = step();
@@ -199,6 +202,10 @@ class InProcessRequest {
     return met;
   }
 
+  [[noreturn]] void throw_late() const {
+    rank_->state().throw_poisoned(rank_->flights().rank(), operation_, sequence_);
+  }
+
   void finish() noexcept {
     if (flight_ != nullptr) rank_->flights().give_back(*flight_);
     flight_ = nullptr;
@@ -208,6 +215,7 @@ class InProcessRequest {
   std::shared_ptr<detail::InProcessRank> rank_{};
   zero::InProcessRequest host_{};
   detail::InProcessFlight* flight_ = nullptr;
+  bool late_ = false;  // its device was, and so it has failed
   const char* operation_ = "";
   std::uint64_t sequence_ = 0;
 };

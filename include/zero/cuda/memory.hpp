@@ -143,7 +143,13 @@ struct Space<MemorySpace::cuda> {
 
   /// In stream order.
   template <class T>
-  static void clear(std::span<T> array, Stream stream) {
+  static void copy_within(const T* from, std::size_t count, T* to, Stream stream = {}) {
+    if (count == 0) return;
+    cuda::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream.get()),
+                "cudaMemcpyAsync");
+  }
+  template <class T>
+  static void clear(std::span<T> array, Stream stream = {}) {
     if (array.empty()) return;
     cuda::check(cudaMemsetAsync(array.data(), 0, array.size_bytes(), stream.get()),
                 "cudaMemsetAsync");

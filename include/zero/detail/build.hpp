@@ -149,7 +149,12 @@ class Builder {
         };
         using Span = values_t<parameter_t<store_type>>;
         if constexpr (View::values == Residency::arena) {
-          const std::span<T> place = place_in(lane.base);
+          std::span<T> place;
+          if constexpr (Stage::shards_values && State::on_device) {
+            place = resident_place(lane, i);
+          } else {
+            place = place_in(lane.base);
+          }
           if (state_.steps_alone(i)) lane.values[i] = place.data();
           parameter.rebind(Span(place), values_owner(lane));
           require_rebound(i, parameter.values(), place, "rebind", "values()");
@@ -262,7 +267,7 @@ class Builder {
     for_each_pair(next, [&](auto& lane, auto& old) {
       lane.index = old.index;
       place(lane, *made, seen.parameters);
-      if constexpr (State::pools_gradients) {
+      if constexpr (State::pools_gradients && !State::on_device) {
         lane.gradient_pages = pages_for(lane, *made);
       }
       if constexpr (Stage::shards_values) {
@@ -339,6 +344,19 @@ class Builder {
     }(std::make_index_sequence<State::lane_count>{});
   }
 
+  /// Empty where the parameter's values come and go: then they have no place before they come.
+  template <class Lane>
+  [[nodiscard]] auto resident_place(Lane& lane, std::size_t i) {
+    using T = typename Lane::element;
+    const Place& of = state_.layout->place(i);
+    if (of.elements == 0) return std::span<T>();
+    const std::size_t bucket = state_.layout->buckets_of(i).begin;
+    T* const values = lane.bucket_values[bucket];
+    if (values == nullptr) return std::span<T>();
+    return std::span<T>(values + (of.offset - state_.layout->bucket(lane.index, bucket).begin),
+                        of.elements);
+  }
+
   /// Where everything lies, and what of it this rank owns.
   template <class Lane>
   void place(Lane& lane, const Layout<Partition>& map, const std::vector<ParameterInfo>& infos) {
@@ -366,8 +384,10 @@ class Builder {
 
   template <class Lane>
   [[nodiscard]] auto room_of(const Lane& lane, const Layout<Partition>& map) {
+    // On a device pooled gradients are packed into sums even where nobody else adds to them.
+    const bool alone = state_.alone() && !(State::on_device && State::pools_gradients);
     return LaneRoom<typename Lane::storage, Stage, Partition>(map, lane.index, state_.rank(),
-                                                              state_.alone());
+                                                              alone);
   }
   template <class Lane>
   [[nodiscard]] std::size_t room_for_sums(const Lane& lane, const Layout<Partition>& map,
@@ -481,8 +501,10 @@ class Builder {
   void spread_values(Lane& lane, const Lane& old, const Layout<Partition>& map,
                      const std::vector<ParameterInfo>& infos) {
     using T = typename Lane::element;
-    lane.value_pages = pages_for(lane, map);
-    lane.base = lane.value_pages->data();
+    if constexpr (!State::on_device) {
+      lane.value_pages = pages_for(lane, map);
+      lane.base = lane.value_pages->data();
+    }
     lane.shard_values.assign(map.buckets(lane.index), 0);
     for (const Unit& unit : state_.units(map, infos)) {
       if (!unit.resident) continue;
@@ -519,23 +541,42 @@ class Builder {
       }
       owned.value_begin = begin;
     }
+    if constexpr (State::on_device) place_resident(lane, map);
     for (std::size_t b = 0; b < lane.shard_values.size(); ++b) {
       if (lane.shard_values[b] != not_in_shard) continue;
       const Interval whole = map.bucket(lane.index, b);
-      lane.value_pages->take(b, whole);
-      T* const pages = lane.value_pages->data();
-      if (state_.settings.poison_padding) {
-        poison(std::span<T>(pages + whole.begin, whole.size()));
-      }
+      if constexpr (!State::on_device) lane.value_pages->take(b, whole);
+      T* const values = lane.bucket_in_place(b, whole);
+      if (state_.settings.poison_padding) poison(std::span<T>(values, whole.size()));
       for (const Fragment& f : map.fragments(lane.index, whole)) {
-        copy_values(lane, f, infos[f.parameter], pages + f.lane_begin);
+        copy_values(lane, f, infos[f.parameter], values + (f.lane_begin - whole.begin));
       }
     }
   }
 
+  /// A device has no addresses without memory: what stays has an array of its own.
+  template <class Lane>
+  void place_resident(Lane& lane, const Layout<Partition>& map) {
+    using Array = typename Lane::template Array<typename Lane::element>;
+    const auto for_each_resident = [&](const auto& f) {
+      for (std::size_t b = 0; b < lane.shard_values.size(); ++b) {
+        if (lane.shard_values[b] == not_in_shard) f(b, map.bucket(lane.index, b).size());
+      }
+    };
+    std::size_t size = 0;
+    for_each_resident([&](std::size_t, std::size_t elements) { size += elements; });
+    lane.arena = std::make_shared<Array>(size, state_.memory());
+    lane.bucket_values.assign(lane.shard_values.size(), nullptr);
+    std::size_t begin = 0;
+    for_each_resident([&](std::size_t b, std::size_t elements) {
+      lane.bucket_values[b] = lane.arena->data() + begin;
+      begin += elements;
+    });
+  }
+
   template <class Lane>
   [[nodiscard]] static std::shared_ptr<const void> values_owner(const Lane& lane) {
-    if constexpr (Stage::shards_values) return lane.value_pages;
+    if constexpr (Stage::shards_values && !State::on_device) return lane.value_pages;
     return lane.arena;
   }
   template <class Lane>

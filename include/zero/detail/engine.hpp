@@ -67,24 +67,25 @@ class Engine {
 
   // Verbs. ZeroSharded documents them.
 
-  template <class T>
-  std::span<T> begin_lease(std::size_t i, bool& adds) {
+  /// @param on where `Space` has streams, the one that will write to it
+  template <class T, class... On>
+  std::span<T> begin_lease(std::size_t i, bool& adds, On... on) {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("gradient");
     reader_.require_trainable(i, "gradient");
     const std::size_t leader = state_.parameters[i].leader;
     if constexpr (State::pools_gradients) {
-      const std::span<T> memory = pooled_gradient<T>(leader, "gradient");
+      require_element<T>(leader, "gradient");
       const bool first = marks_.begin_lease(i);
       adds = !first;
       try {
-        or_give_up(false, [&] { way_.open(leader, "gradient", first); });
+        or_give_up(false, [&] { way_.open(leader, "gradient", first, on...); });
       } catch (...) {
         marks_.end_lease(i);
         throw;
       }
-      return memory;
+      return pooled_gradient<T>(leader);
     } else {
       const std::span<T> memory = reader_.template gradient_memory<T>(leader, "gradient");
       adds = !marks_.begin_lease(i);  // not the first on it
@@ -108,7 +109,7 @@ class Engine {
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
     const bool counts = accumulating_ != Accumulation::local;
-    if (mark == Mark::ready && !note_gradient(leader, verb, counts)) {
+    if (mark == Mark::ready && !note_gradient(leader, verb, counts, on...)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        (State::pools_gradients
                             ? " has no gradient: none was leased, and it shows none itself; write "
@@ -133,7 +134,7 @@ class Engine {
   void enter_join(JoinScope& scope) {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    if constexpr (State::space == MemorySpace::cuda) {
+    if constexpr (State::on_device) {
       throw UsageError(
           "join: on a device ranks step without waiting for each other on the host, so they can't "
           "agree there on who has input; give all ranks as many batches");
@@ -227,11 +228,13 @@ class Engine {
     }
   }
 
-  void acquire(int unit) {
-    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit); });
+  template <class... On>
+  void acquire(int unit, On... on) {
+    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit, on...); });
   }
-  void release(int unit) {
-    with_unit("release", unit, [&](auto& way) { way.values().release(unit); });
+  template <class... On>
+  void release(int unit, On... on) {
+    with_unit("release", unit, [&](auto& way) { way.values().release(unit, on...); });
   }
 
   void clip(std::optional<double> max_norm) {
@@ -247,7 +250,7 @@ class Engine {
   void reload_masters() {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    if constexpr (State::space == MemorySpace::cuda) way_.refresh();
+    if constexpr (State::on_device) way_.refresh();
     Builder<State>(state_).reload_masters();
   }
 
@@ -317,7 +320,7 @@ class Engine {
   template <class F>
   decltype(auto) locked(F&& f) {
     const std::scoped_lock lock(mutex_);
-    if constexpr (State::space == MemorySpace::cuda) way_.refresh();
+    if constexpr (State::on_device) way_.refresh();
     return std::forward<F>(f)(state_);
   }
   /// The same, for what a failed optimizer must not show: half of its shards are a step ahead.
@@ -363,7 +366,7 @@ class Engine {
       or_tell(
           [&] {
             const std::string refusal = finish_marks();
-            if constexpr (State::space == MemorySpace::cuda) {
+            if constexpr (State::on_device) {
               end = way_.step(refusal, updating, on...);
             } else {
               end = state_.alone() ? step_alone(refusal, updating) : way_.step(refusal, updating);
@@ -397,7 +400,8 @@ class Engine {
   }
 
   /// Checks where a leader's gradient is and, where `notes`, keeps it; false where there is none.
-  bool note_gradient(std::size_t leader, const char* verb, bool notes) {
+  template <class... On>
+  bool note_gradient(std::size_t leader, const char* verb, bool notes, On... on) {
     if constexpr (State::pools_gradients) {
       if (notes) or_give_up(false, [&] { way_.begin_round(); });
       if (marks_.written(leader)) {
@@ -405,28 +409,35 @@ class Engine {
         return true;
       }
       if (!reader_.record_gradient(leader, verb, notes)) return false;
-      if (notes) or_give_up(false, [&] { take_over(leader, verb); });
+      if (notes) or_give_up(false, [&] { take_over(leader, verb, on...); });
       return true;
     } else {
       return reader_.record_gradient(leader, verb, notes);
     }
   }
 
+  template <class T>
+  void require_element(std::size_t leader, const char* verb) const {
+    if (state_.parameters[leader].lane == lane_of<T, elements>::value) return;
+    throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
+                     " has another element type than the one asked for");
+  }
   /// Of stages that pool gradients: where a leader's lies, in memory of the optimizer's.
   template <class T>
-  std::span<T> pooled_gradient(std::size_t leader, const char* verb) {
-    const ParameterInfo& info = state_.parameters[leader];
-    if (info.lane != lane_of<T, elements>::value) {
-      throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
-                       " has another element type than the one asked for");
-    }
+  std::span<T> pooled_gradient(std::size_t leader) {
     auto& lane = std::get<lane_of<T, elements>::value>(state_.lanes);
-    return {lane.gradient_pages->data() + state_.layout->place(leader).offset, info.elements};
+    T* memory = nullptr;
+    if constexpr (State::on_device) {
+      memory = reinterpret_cast<T*>(way_.pooled_gradient(leader));
+    } else {
+      memory = lane.gradient_pages->data() + state_.layout->place(leader).offset;
+    }
+    return {memory, state_.parameters[leader].elements};
   }
   void note_pooled(std::size_t leader) {
     state_.for_each_lane([&]<class Lane>(Lane& lane) {
       if (lane.index != state_.parameters[leader].lane) return;
-      lane.gradients[leader] = pooled_gradient<typename Lane::element>(leader, "gradient").data();
+      lane.gradients[leader] = pooled_gradient<typename Lane::element>(leader).data();
     });
     state_.present[leader] = 1;
   }
@@ -443,15 +454,17 @@ class Engine {
 
   /// A gradient in memory of the framework's stays there until it is sent, unless the framework
   /// would let go of it. One that was moved counts as pooled.
-  void take_over(std::size_t leader, const char* verb) {
+  template <class... On>
+  void take_over(std::size_t leader, const char* verb, On... on) {
     auto&& parameter = detail::parameter_at(state_.store(), leader);
     if constexpr (View::gradients == Residency::arena) {
       way_.open(leader, verb, false);
     } else if constexpr (requires { parameter.release_gradient(); }) {
-      way_.open(leader, verb, true);
+      way_.open(leader, verb, true, on...);
       detail::visit_span(parameter.gradient(), [&]<class T>(std::span<T> from) {
-        const std::span<T> to = pooled_gradient<T>(leader, verb);
-        std::copy(from.begin(), from.end(), to.begin());
+        const std::span<T> to = pooled_gradient<T>(leader);
+        State::Memory::copy_within(static_cast<const T*>(from.data()), from.size(), to.data(),
+                                   on...);
       });
       note_pooled(leader);
       parameter.release_gradient();
@@ -553,15 +566,16 @@ class Engine {
       if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));
       if constexpr (Stage::shards_values) way_.values().require_none_held("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-        if (state_.steps_alone(i)) reader_.require_unmoved(i);
+        if (!state_.steps_alone(i)) continue;
+        if (State::on_device && Stage::shards_values) continue;  // they come and go
+        reader_.require_unmoved(i);
       }
       if (takes) take_unmarked("step");
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
       for (const Opt& group : state_.groups) {
         // A device counts steps on its own: some number that all ranks take.
-        const std::int64_t t =
-            State::space == MemorySpace::cuda ? 1'000'003 : state_.step_number + 1;
+        const std::int64_t t = State::on_device ? 1'000'003 : state_.step_number + 1;
         options.add(fingerprint_(group, t));
       }
       const double norm = state_.scaling.max_norm.value_or(0);
@@ -626,7 +640,7 @@ class Engine {
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
   static auto way_of() {
-    if constexpr (State::space == MemorySpace::cuda) {
+    if constexpr (State::on_device) {
       return std::type_identity<DeviceStep<State>>{};
     } else if constexpr (State::pools_gradients) {
       return std::type_identity<OverlappedStep<State>>{};

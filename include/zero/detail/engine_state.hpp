@@ -69,6 +69,7 @@ struct EngineState : EngineIdentity {
   using Stage = StageType;
   using elements = store_elements<store_type>;
   static constexpr MemorySpace space = memory_space_of<parameter_t<store_type>>;
+  static constexpr bool on_device = space == MemorySpace::cuda;
   using Memory = Space<space>;
   using Lanes = typename LanesOf<elements, Precision, slot_count<Opt>, space>::type;
   static constexpr std::size_t slots = slot_count<Opt>;

@@ -76,6 +76,19 @@ struct Lane {
   std::vector<const element*> sources;
   const arithmetic* sums = nullptr;
 
+  /// By bucket: where all of its values are on a device that shards values; null elsewhere, and of
+  /// buckets that come and go.
+  std::vector<element*> bucket_values;
+
+  /// Where a bucket lies as in the lane, all the time; or null.
+  [[nodiscard]] element* bucket_in_place(std::size_t bucket, Interval whole) const {
+    if (!bucket_values.empty()) return bucket_values[bucket];
+    return base == nullptr ? nullptr : base + whole.begin;
+  }
+  /// The same of a fragment; where its parameter is, if that lies on its own.
+  [[nodiscard]] element* value_in_place(const Fragment& f) const {
+    return base != nullptr ? base + f.lane_begin : values_at(f);
+  }
   [[nodiscard]] element* values_at(const Fragment& f) const {
     return values[f.parameter] + f.parameter_begin;
   }

@@ -266,6 +266,12 @@ inline constexpr bool known_space = true;
 template <ParamStore Store>
 inline constexpr bool known_space<Store> = KnownSpace<memory_space_of<parameter_t<Store>>>;
 
+template <class Store>
+inline constexpr bool is_on_device = false;
+template <ParamStore Store>
+inline constexpr bool is_on_device<Store> =
+    memory_space_of<parameter_t<Store>> == MemorySpace::cuda;
+
 template <class Store, class Comm>
 inline constexpr bool same_memory_space = true;
 template <ParamStore Store, Capable Comm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file
-/// What construction does to arrays, wherever they lie. A step does none of this but `clear`.
+/// What construction does to arrays, wherever they lie. A step does none of this but the last two.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,12 @@ struct Space<MemorySpace::host> {
   static void write(T* to, std::size_t count, F&& f) {
     if (count != 0) std::forward<F>(f)(std::size_t{0}, std::span<T>(to, count));
   }
-  /// Fills with zeros, which a step does too.
+  /// As `copy`, within a step.
+  template <class T>
+  static void copy_within(const T* from, std::size_t count, T* to) {
+    copy(from, count, to);
+  }
+  /// Fills with zeros, likewise.
   template <class T>
   static void clear(std::span<T> array) {
     std::fill(array.begin(), array.end(), zero_of<T>());

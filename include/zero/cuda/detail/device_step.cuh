@@ -23,7 +23,9 @@
 #include "zero/cuda/detail/copy.cuh"
 #include "zero/cuda/detail/decide.cuh"
 #include "zero/cuda/detail/device_traffic.cuh"
+#include "zero/cuda/detail/device_units.cuh"
 #include "zero/cuda/detail/fragment_table.cuh"
+#include "zero/cuda/detail/gradient_blocks.hpp"
 #include "zero/cuda/detail/look.cuh"
 #include "zero/cuda/detail/step_reports.hpp"
 #include "zero/cuda/detail/update.cuh"
@@ -33,8 +35,10 @@
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/join_scope.hpp"
 #include "zero/detail/lane.hpp"
+#include "zero/detail/lane_room.hpp"
 #include "zero/detail/launch_order.hpp"
 #include "zero/detail/storage.hpp"
+#include "zero/detail/units.hpp"
 #include "zero/element.hpp"
 #include "zero/error.hpp"
 #include "zero/layout.hpp"
@@ -76,6 +80,13 @@ class DeviceStep {
   using Steps = cuda::DeviceArray<
       cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>>;
 
+  struct NoUnits {
+    explicit NoUnits(State&) {}
+    void rebuild() {}
+  };
+  using Units =
+      std::conditional_t<State::Stage::shards_values, cuda::detail::DeviceUnits<State>, NoUnits>;
+
   /// What a rank keeps of one lane beside its arrays.
   template <class Lane>
   struct OfLane {
@@ -93,7 +104,7 @@ class DeviceStep {
 
  public:
   /// To be followed by `rebuild`.
-  explicit DeviceStep(State& state) : state_(state) {}
+  explicit DeviceStep(State& state) : state_(state), units_(state) {}
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
   /// Memory is freed in the order of the legacy default stream: after what is under way.
@@ -108,12 +119,22 @@ class DeviceStep {
       of.kept = table_of(lane, State::Stage::shards_state, memory);
       if (updates_all()) of.looked = table_of(lane, true, memory);
       of.traffic.reset();
-      if (state_.alone()) return;
+      if (!reduces() && state_.alone()) return;
       of.traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
                          memory);
     });
     const std::size_t count = state_.parameters.size();
     marked_.resize(count);
+    if constexpr (State::pools_gradients) {
+      const std::size_t limit = limit_of_pool(state_.stage, *state_.layout, state_.parameters,
+                                              element_bytes(typename State::elements{}));
+      blocks_ = cuda::detail::GradientBlocks(count, limit,
+                                             reduces() && pool_bytes(state_.stage) != 0, memory);
+      packed_.assign(count, 0);
+      learned_ = false;
+      round_is_over_ = true;
+      units_.rebuild();
+    }
     std::vector<cuda::detail::ParameterFacts> facts(count);
     for (std::size_t i = 0; i < count; ++i) {
       const ParameterInfo& info = state_.parameters[i];
@@ -154,6 +175,7 @@ class DeviceStep {
 
   /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
   void complete(std::size_t leader) {
+    begin_round();
     if (!reduces()) return;
     order_.complete(*state_.layout, leader);
     while (order_.turn_has_come()) start_next_reduce();
@@ -161,11 +183,61 @@ class DeviceStep {
 
   /// Forgets what was marked.
   void forget() {
-    order_.begin_round();
     awaited_.clear();
+    rounds_ = 0;
+    end_of_round();
   }
 
-  void give_up(const std::string&) noexcept {}
+  // Of stages that pool gradients, whose rounds are one backward each.
+
+  /// To be called before any of a round's gradients is noted.
+  void begin_round() {
+    if constexpr (State::pools_gradients) {
+      if (!std::exchange(round_is_over_, false)) return;
+      std::fill(packed_.begin(), packed_.end(), std::size_t{0});
+      state_.for_each_lane(
+          [](auto& lane) { std::fill(lane.gradients.begin(), lane.gradients.end(), nullptr); });
+    }
+  }
+  /// Makes room for a parameter's gradient, which `stream` is about to write.
+  void open(std::size_t leader, const char* verb, bool, StreamView stream = {}) {
+    begin_round();
+    const ParameterInfo& info = state_.parameters[leader];
+    blocks_.open(leader, info.elements * info.element_bytes, verb, state_.name_of(leader), stream);
+  }
+  [[nodiscard]] std::byte* pooled_gradient(std::size_t leader) const {
+    return blocks_.memory(leader);
+  }
+  /// A gradient stays where the framework has it until it is packed, and is in order with that.
+  void borrow() noexcept {}
+  void prepare_to_add() {
+    for_each_lane([&](auto&, auto& of) {
+      if (of.traffic) of.traffic->prepare_to_add(state_.memory());
+    });
+  }
+  /// The backward is over, and the next one's gradients are added to its. What wasn't marked comes
+  /// after what the legacy default stream holds.
+  void end_round() {
+    begin_round();
+    begin_.record(StreamView());
+    talks().wait(begin_);
+    while (order_.any_left()) start_next_reduce();
+    ++rounds_;
+    end_of_round();
+  }
+  [[nodiscard]] auto& values() noexcept { return units_; }
+  [[nodiscard]] std::size_t pooled_bytes() const { return blocks_.reserved(); }
+  [[nodiscard]] std::size_t gathered_bytes() const {
+    if constexpr (State::Stage::shards_values) return units_.reserved();
+    return 0;
+  }
+
+  void give_up(const std::string& why) noexcept {
+    try {
+      if constexpr (State::Stage::shards_values) units_.abort(why);
+    } catch (...) {  // peers learn by a timeout
+    }
+  }
 
   [[nodiscard]] std::size_t staging_bytes() const {
     std::size_t sum = facts_.bytes() + counts_.bytes() + groups_.bytes() + float_steps_.bytes() +
@@ -184,6 +256,7 @@ class DeviceStep {
   /// Reduces the round's remaining buckets for nothing, and waits for all that is under way.
   void drain() {
     if (reduces()) {
+      begin_round();
       while (order_.any_left()) start_next_reduce();
     }
     synchronize();
@@ -204,34 +277,43 @@ class DeviceStep {
   StepEnd step(const std::string& refusal, bool& updating, StreamView stream) {
     if (!refusal.empty() && state_.alone()) throw AgreedRefusal(refusal);
     if (!state_.alone()) state_.comm().check();
+    if constexpr (State::Stage::shards_values) {
+      units_.check();
+      units_.settle(stream);
+    }
     if (stream != ended_stream_) stream.wait(ended_);  // steps come one after the other
     begin_.record(stream);
-    StreamView talks = stream;
-    if (!state_.alone()) {
-      talks = state_.comm().stream();
-      talks.wait(begin_);
-    }
     for (const std::size_t i : awaited_) stream.wait(marked_[i]);
+    // Nobody else is told where nobody else is.
+    const StreamView tells = state_.alone() ? stream : talks();
+    if (reduces() || !state_.alone()) talks().wait(begin_);
     if (reduces()) {
+      begin_round();
       while (order_.any_left()) start_next_reduce();
+      if (state_.alone()) let_wait(stream, talks());
     }
     const bool looks = state_.scaling.looks_first();
     upload_options(stream);
-    tell(refusal, talks);
+    tell(refusal, tells);
     if (looks && refusal.empty()) {
-      if (reduces()) let_wait(stream, talks);
+      if (reduces()) let_wait(stream, talks());
       look(stream);
-      if (!state_.alone()) let_wait(talks, stream);
+      if (!state_.alone()) let_wait(talks(), stream);
     }
     updating = true;
     if (!state_.alone()) {
       state_.comm().all_gather(as_floats(message_), as_floats(messages_)).enqueue();
-      let_wait(stream, talks);
+      let_wait(stream, talks());
     }
     decide(stream);
     update_and_gather(stream);
+    if constexpr (State::pools_gradients) {
+      if (!reduces()) blocks_.close_all(stream);
+    }
+    if constexpr (State::Stage::shards_values) units_.changed(stream);
     report(stream);
     if (!refusal.empty()) throw AgreedRefusal(refusal);
+    learn_order();
     return StepEnd::applied;
   }
 
@@ -261,8 +343,29 @@ class DeviceStep {
   using Slot = cuda::detail::ReportSlot<Report>;
 
   [[nodiscard]] std::size_t ranks() { return static_cast<std::size_t>(state_.world()); }
+  /// Whether gradients are summed, if only with those of earlier backward passes.
   [[nodiscard]] bool reduces() {
-    return !state_.alone() && state_.settings.gradients == Gradients::local;
+    return (State::pools_gradients || !state_.alone()) &&
+           state_.settings.gradients == Gradients::local;
+  }
+  [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
+
+  void end_of_round() {
+    order_.begin_round();
+    round_is_over_ = true;
+  }
+
+  /// After the first step: the one time that the host waits for its peers.
+  void learn_order() {
+    if constexpr (State::pools_gradients) {
+      if (learned_ || state_.alone() || !reduces() || last_ == nullptr) return;
+      learned_ = true;
+      std::vector<LaunchOrder::Position> all(order_.size() * ranks());
+      state_.comm()
+          .exchange(std::as_bytes(order_.positions()), std::as_writable_bytes(std::span(all)))
+          .wait();
+      order_.adopt(all);
+    }
   }
 
   template <class F>
@@ -282,8 +385,7 @@ class DeviceStep {
     using T = typename Lane::element;
     std::vector<std::vector<cuda::detail::DeviceFragment<T>>> buckets(
         state_.layout->buckets(lane.index));
-    const auto add = [&](std::size_t bucket, const Fragment& f, std::size_t begin) {
-      T* const values = lane.base != nullptr ? lane.base + f.lane_begin : lane.values_at(f);
+    const auto add = [&](std::size_t bucket, const Fragment& f, T* values, std::size_t begin) {
       buckets[bucket].push_back({values, nullptr, begin, f.elements, f.parameter_begin,
                                  static_cast<std::uint32_t>(f.parameter)});
     };
@@ -291,13 +393,15 @@ class DeviceStep {
       if (own) {
         for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
           const OwnedFragment& owned = lane.owned[k];
-          add(b, owned.fragment,
+          T* const values = owned.value_begin == not_in_shard ? lane.value_in_place(owned.fragment)
+                                                              : lane.kept_values(owned);
+          add(b, owned.fragment, values,
               State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
         }
       } else {
         const Interval whole = state_.layout->bucket(lane.index, b);
         for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
-          add(b, f, f.lane_begin);
+          add(b, f, lane.value_in_place(f), f.lane_begin);
         }
       }
     }
@@ -308,8 +412,23 @@ class DeviceStep {
     const Launch next = order_.take_next();
     with_lane(next.lane, [&](auto& lane, auto& of) {
       state_.observe(Phase::reduce, lane.index, next.bucket,
-                     [&] { of.traffic->reduce(next.bucket); });
+                     [&] { of.traffic->reduce(next.bucket, rounds_ > 0); });
+      if constexpr (State::pools_gradients) close_gradients(lane, next.bucket);
     });
+  }
+
+  /// Of parameters all of whose buckets have been packed.
+  template <class Lane>
+  void close_gradients(Lane& lane, std::size_t bucket) {
+    closed_.clear();
+    for (const Fragment& f :
+         state_.layout->fragments(lane.index, state_.layout->bucket(lane.index, bucket))) {
+      packed_[f.parameter] += f.elements;
+      if (packed_[f.parameter] == state_.parameters[f.parameter].elements) {
+        closed_.push_back(f.parameter);
+      }
+    }
+    blocks_.close(closed_, talks());
   }
 
   template <class F>
@@ -423,12 +542,15 @@ class DeviceStep {
       with_lane(launch.lane, [&](auto& lane, auto& of) {
         state_.observe(Phase::update, lane.index, launch.bucket,
                        [&] { update(lane, of, {launch.bucket, launch.bucket + 1}, stream); });
-        let_wait(state_.comm().stream(), stream);
+        if (lane.comes_and_goes(launch.bucket)) return;
+        let_wait(talks(), stream);
         state_.observe(Phase::gather, lane.index, launch.bucket,
                        [&] { of.traffic->gather(launch.bucket); });
       });
     }
-    let_wait(stream, state_.comm().stream());
+    // Sums are not overwritten before they have been used.
+    if constexpr (State::Stage::shards_values) let_wait(talks(), stream);
+    let_wait(stream, talks());
   }
 
   template <class Lane, class Of>
@@ -504,9 +626,15 @@ class DeviceStep {
   }
 
   void synchronize() {
-    if (!state_.alone()) {
+    if (!state_.alone() || reduces()) {
       cuda::Event& event = turns_[turn_++ % turns_.size()];
-      event.record(state_.comm().stream());
+      event.record(talks());
+      wait_for(event);
+    }
+    if constexpr (State::Stage::shards_values) {
+      const cuda::Event event;
+      units_.order(ended_stream_);
+      event.record(ended_stream_);
       wait_for(event);
     }
     wait_for(ended_);
@@ -514,7 +642,8 @@ class DeviceStep {
   /// What is freed from now on is freed after what is under way.
   void order_frees() noexcept {
     try {
-      if (!state_.alone()) let_wait(StreamView(), state_.comm().stream());
+      if (!state_.alone() || reduces()) let_wait(StreamView(), talks());
+      if constexpr (State::Stage::shards_values) units_.order(StreamView());
       StreamView().wait(ended_);
     } catch (...) {  // a device that is lost frees nothing
     }
@@ -531,6 +660,15 @@ class DeviceStep {
   State& state_;
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
+  // Of stages that pool gradients.
+  struct NoBlocks {};
+  std::conditional_t<State::pools_gradients, cuda::detail::GradientBlocks, NoBlocks> blocks_{};
+  std::vector<std::size_t> packed_{};  ///< by leader: elements of its gradient, in this round
+  std::vector<std::size_t> closed_{};
+  std::size_t rounds_ = 0;     ///< that have been reduced for the step to come
+  bool round_is_over_ = true;  ///< and none has begun since
+  bool learned_ = false;
+  Units units_;
   std::vector<cuda::Event> marked_{};   ///< by parameter
   std::vector<std::size_t> awaited_{};  ///< marked, where nothing is sent
   cuda::Event begin_{};

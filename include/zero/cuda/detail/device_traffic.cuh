@@ -24,6 +24,30 @@
 
 namespace zero::cuda::detail {
 
+/// @param counts becomes every rank's part of a bucket, in elements
+template <class Partition>
+void count_slices(const Layout<Partition>& layout, std::size_t lane, std::size_t bucket,
+                  std::vector<std::size_t>& counts) {
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    counts[r] = layout.slice(lane, bucket, static_cast<int>(r)).size();
+  }
+}
+
+/// Fetches everybody's slice of a bucket into `output`, of which `input`, this rank's, may be its
+/// part.
+/// @param counts room for one number a rank
+template <class Partition, class Comm, class T>
+void gather_slices(const Layout<Partition>& layout, std::size_t lane, std::size_t bucket,
+                   Comm& comm, std::span<const T> input, std::span<T> output,
+                   std::vector<std::size_t>& counts) {
+  if (layout.even(lane, bucket)) {
+    comm.all_gather(input, output).enqueue();
+    return;
+  }
+  count_slices(layout, lane, bucket, counts);
+  comm.all_gather_v(input, output, std::span<const std::size_t>(counts)).enqueue();
+}
+
 /// All of it runs in the communicator's stream, one bucket after the other: one buffer of each kind
 /// is enough, and nobody waits but the stream. As `zero::detail::BucketTraffic`, sums are in the
 /// arithmetic type, and nothing is packed where a bucket lies contiguously.
@@ -58,7 +82,8 @@ class DeviceTraffic {
       largest = std::max(largest, whole.size());
       largest_slice = std::max(largest_slice, slice.size());
       all[b] = fragments_of(whole, whole.begin);
-      if (lane.base == nullptr && shards_state) own[b] = fragments_of(slice, whole.begin);
+      if (lane.bucket_in_place(b, whole) == nullptr && shards_state && !Stage::shards_values)
+        own[b] = fragments_of(slice, whole.begin);
     }
     all_ = FragmentTable<T>(all, memory);
     own_ = FragmentTable<T>(own, memory);
@@ -81,19 +106,75 @@ class DeviceTraffic {
   DeviceTraffic& operator=(const DeviceTraffic&) = delete;
 
   [[nodiscard]] std::size_t staging_bytes() const {
-    return buffer_.bytes() + wire_.bytes() + received_.bytes() + all_.bytes() + own_.bytes();
+    return buffer_.bytes() + addend_.bytes() + wire_.bytes() + received_.bytes() + all_.bytes() +
+           own_.bytes();
   }
 
   /// Where a bucket's summed gradients start in `lane.reduced`: those of the own slice, or of the
   /// whole bucket without sharding.
   [[nodiscard]] std::size_t sum_begin(std::size_t bucket) const { return sum_begin_[bucket]; }
 
+  /// From now on reductions may add to sums, which needs room.
+  void prepare_to_add(std::pmr::memory_resource* memory) {
+    std::size_t largest = 0;
+    for (std::size_t b = 0; b < sum_begin_.size(); ++b) largest = std::max(largest, kept(b).size());
+    if (addend_.size() < largest) addend_ = DeviceArray<A>(largest, memory);
+  }
+
   /// Sums a bucket's gradients, which are there in stream order.
-  void reduce(std::size_t bucket) {
+  /// @param adds whether to the sums of before
+  void reduce(std::size_t bucket, bool adds = false) {
+    const Interval whole = layout_->bucket(lane_->index, bucket);
+    if (whole.empty()) return;
+    A* const sums = lane_->reduced.data() + sum_begin_[bucket];
+    sum(bucket, whole, adds ? addend_.data() : sums);
+    if (!adds) return;
+    cuda::detail::reduce<A, A>(
+        2, [&](std::size_t k) -> const A* { return k == 0 ? sums : addend_.data(); },
+        kept(bucket).size(), sums, ReduceOp::sum, comm_->stream());
+  }
+
+  /// Fetches everybody's slice of a bucket into this rank's values.
+  void gather(std::size_t bucket) {
     const Interval whole = layout_->bucket(lane_->index, bucket);
     if (whole.empty()) return;
     const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
-    A* const sums = lane_->reduced.data() + sum_begin_[bucket];
+    T* const in_place = lane_->bucket_in_place(bucket, whole);
+    const std::span<T> output(in_place != nullptr ? in_place : buffer_.data(), whole.size());
+    const Interval one{bucket, bucket + 1};
+    if (in_place == nullptr) {
+      pack_values(copy_task(own_.of(one), buffer_.data()), comm_->stream());
+    }
+    gather_slices(*layout_, lane_->index, bucket, *comm_,
+                  std::span<const T>(output.subspan(mine.begin - whole.begin, mine.size())), output,
+                  counts_);
+    if (in_place == nullptr) {
+      unpack_values(copy_task(all_.of(one), buffer_.data()), comm_->stream());
+    }
+  }
+
+ private:
+  /// What is kept of a bucket's sums.
+  [[nodiscard]] Interval kept(std::size_t bucket) const {
+    return shards_state ? layout_->slice(lane_->index, bucket, comm_->rank())
+                        : layout_->bucket(lane_->index, bucket);
+  }
+
+  void sum(std::size_t bucket, Interval whole, A* sums) {
+    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
+    if (comm_->size() == 1) {  // not even rounded, since it doesn't travel
+      const Interval one{bucket, bucket + 1};
+      all_.find_gradients(one, gradient_of(), comm_->stream());
+      if constexpr (std::is_same_v<T, A>) {
+        pack_gradients(copy_task(all_.of(one), sums), comm_->stream());
+      } else {
+        pack_gradients(copy_task(all_.of(one), buffer_.data()), comm_->stream());
+        cuda::detail::reduce<T, A>(
+            1, [&](std::size_t) -> const T* { return buffer_.data(); }, whole.size(), sums,
+            ReduceOp::sum, comm_->stream());
+      }
+      return;
+    }
     if constexpr (sums_here) {
       sum_received(bucket, gradients_of(bucket, whole), mine,
                    shards_state ? sums : sums + (mine.begin - whole.begin));
@@ -120,34 +201,12 @@ class DeviceTraffic {
     }
   }
 
-  /// Fetches everybody's slice of a bucket into this rank's values.
-  void gather(std::size_t bucket) {
-    const Interval whole = layout_->bucket(lane_->index, bucket);
-    if (whole.empty()) return;
-    const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
-    const bool in_place = lane_->base != nullptr;
-    const std::span<T> output(in_place ? lane_->base + whole.begin : buffer_.data(), whole.size());
-    const std::span<const T> input = output.subspan(mine.begin - whole.begin, mine.size());
-    if (!in_place) {
-      pack_values(copy_task(own_.of({bucket, bucket + 1}), buffer_.data()), comm_->stream());
-    }
-    if (layout_->even(lane_->index, bucket)) {
-      comm_->all_gather(input, output).enqueue();
-    } else {
-      count_slices(bucket);
-      comm_->all_gather_v(input, output, counts()).enqueue();
-    }
-    if (!in_place) {
-      unpack_values(copy_task(all_.of({bucket, bucket + 1}), buffer_.data()), comm_->stream());
-    }
-  }
-
- private:
   [[nodiscard]] std::vector<DeviceFragment<T>> fragments_of(Interval range,
                                                             std::size_t from) const {
     std::vector<DeviceFragment<T>> found;
     for (const Fragment& f : layout_->fragments(lane_->index, range)) {
-      T* const values = lane_->base != nullptr ? lane_->base + f.lane_begin : lane_->values_at(f);
+      // Where values come and go nobody asks for them here.
+      T* const values = Stage::shards_values ? nullptr : lane_->value_in_place(f);
       found.push_back({values, nullptr, f.lane_begin - from, f.elements, f.parameter_begin,
                        static_cast<std::uint32_t>(f.parameter)});
     }
@@ -213,9 +272,7 @@ class DeviceTraffic {
 
   [[nodiscard]] std::span<const std::size_t> counts() const { return counts_; }
   void count_slices(std::size_t bucket) {
-    for (int r = 0; r < comm_->size(); ++r) {
-      counts_[static_cast<std::size_t>(r)] = layout_->slice(lane_->index, bucket, r).size();
-    }
+    detail::count_slices(*layout_, lane_->index, bucket, counts_);
   }
 
   Lane* lane_;
@@ -227,6 +284,7 @@ class DeviceTraffic {
   FragmentTable<T> all_{};  ///< by bucket, in the bucket
   FragmentTable<T> own_{};  ///< the own slices of them, where values are packed
   DeviceArray<T> buffer_{};
+  DeviceArray<A> addend_{};  ///< what is summed to be added; empty until somebody adds
   DeviceArray<W> wire_{};
   DeviceArray<W> received_{};
 };

@@ -20,9 +20,10 @@
 
 namespace zero::cuda::detail {
 
+/// What is constant over a parameter's step.
 template <class Rule, class S>
 using rule_scalars =
-    decltype(std::declval<const Rule&>().template scalars<typename S::arithmetic>(std::int64_t{1}));
+    decltype(std::declval<const Rule&>().template scalars<typename S::arithmetic>(std::int64_t{}));
 
 /// @tparam S a `zero::detail::Storage`
 template <class Rule, class S>
@@ -34,7 +35,8 @@ struct UpdateTask {
   const Chunk* chunks;
   std::size_t chunk_count;
   typename S::master* master;  ///< null where values are stepped as they lie
-  /// Null beyond the slots that some fragment's options use.
+  /// Null beyond the slots that some fragment's options use. Fragments whose options use fewer keep
+  /// what they have in the others.
   typename S::slot* state[zero::detail::slot_count<Rule> + 1];
   const arithmetic* sums;                             ///< null: of the fragments' own gradients
   const ParameterStep<rule_scalars<Rule, S>>* steps;  ///< by parameter
@@ -85,8 +87,8 @@ class ChunkUpdate {
     for (unsigned s = 0; s != used; ++s) together &= elements_to_vector<width>(state_[s]) == head;
     const unsigned begin = together && head < count ? head : count;
     const unsigned end = begin + (count - begin) / width * width;
-    // One loop, so that there is one copy of the arithmetic for all elements: even a compiler that
-    // contracts products and sums treats them alike.
+    // One loop, so that vectors and single elements share the code of the arithmetic: it is large,
+    // and even a compiler that contracts products and sums is to treat them alike.
     for (unsigned at = 0; at < count;) {
       const bool vectors = at >= begin && at < end;
       const unsigned stop = at < begin ? begin : vectors ? end : count;
@@ -247,6 +249,8 @@ __global__ void __launch_bounds__(update_threads) update_kernel(UpdateTask<Rule,
 /// sums. A fragment without a gradient, where there are no sums, has zeros.
 template <class Rule, class S>
 void update(const UpdateTask<Rule, S>& task, StreamView stream) {
+  static_assert(std::is_trivially_copyable_v<rule_scalars<Rule, S>>,
+                "what a rule's scalars() gives is copied to the device as bytes");
   constexpr std::size_t slots = zero::detail::slot_count<Rule>;
   // A kernel for each number of slots: one that is not used must not even be loaded.
   const auto run = [&]<unsigned used>(std::integral_constant<unsigned, used>) {
