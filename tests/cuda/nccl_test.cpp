@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conformance suite over NCCL, and what a communicator of streams has beyond it.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -20,6 +22,7 @@
 #include "zero/bfloat16.hpp"
 #include "zero/comm/nccl.cuh"
 #include "zero/cuda/communicator.hpp"
+#include "zero/cuda/element.hpp"
 #include "zero/cuda/stream.hpp"
 #include "zero/float16.hpp"
 
@@ -58,11 +61,32 @@ TEST_CASE("NCCL: conformance", "[comm][cuda]") {
           zero_test::check_communicator<double>(comm);
           zero_test::check_communicator<zero::bfloat16>(comm);
           zero_test::check_communicator<zero::float16>(comm);
+          zero_test::check_in_flight<__nv_bfloat16>(comm);
+          zero_test::check_in_flight<__half>(comm);
           zero_test::check_once(comm);
         },
         options())));
   }
 }
+
+#if ZERO_CUDA_EMULATED
+
+TEST_CASE("NCCL: conformance with streams that lag behind", "[comm][cuda]") {
+  const int size = largest_world() - 1;
+  zero_emulation::delay(11, 300);
+  CHECK_NOTHROW(rethrow_any(run(
+      size,
+      [](NcclCommunicator& comm) {
+        zero_test::check_in_flight<float>(comm);
+        zero_test::check_exchange_and_barrier(comm);
+        zero_test::check_all_gather<zero::float16>(comm);
+        zero_test::check_duplicates(comm);
+      },
+      options())));
+  zero_emulation::delay(0, 0);
+}
+
+#endif
 
 TEST_CASE("NCCL: conformance of what it sums itself, save for the order", "[comm][cuda]") {
   for (int size = 1; size <= largest_world(); ++size) {
@@ -116,6 +140,8 @@ TEST_CASE("NCCL: conformance of what it sums itself, save for the order", "[comm
           check(1.0);
           check(zero::bfloat16{});
           check(zero::float16{});
+          check(__nv_bfloat16{});
+          check(__half{});
           // What NCCL doesn't know, or would lose, goes the ranks' way.
           zero_test::check_nan(comm);
           zero_test::check_arithmetic_type(comm);

@@ -39,6 +39,8 @@
 #include "zero/cuda/communicator.hpp"
 #include "zero/cuda/stream.hpp"
 #include "zero/detail/checked_operation.hpp"
+#include "zero/detail/nccl_error.hpp"
+#include "zero/detail/nccl_id.hpp"
 #include "zero/detail/nccl_init.hpp"
 #include "zero/detail/nccl_operation.hpp"
 #include "zero/detail/nccl_scope.hpp"
@@ -108,7 +110,7 @@ class NcclRequest {
 /// One rank's handle to a communicator over NCCL that it doesn't own: one made of an `ncclComm_t`
 /// and a stream, or a `NcclCommunicator`'s. Copies are the same rank. Works in CUDA memory: spans
 /// are of memory that this rank's device reaches. It need not be the current device where
-/// operations are called.
+/// operations are called; no group of the caller's own (ncclGroupStart) may be open there.
 ///
 /// Every operation throws `UsageError` before anything is started where this rank's arguments are
 /// wrong in themselves, and `CommunicatorError` where the communicator is poisoned; all other
@@ -227,8 +229,8 @@ class NcclCommunicatorRef {
     return start<void>({.kind = detail::InProcessKind::barrier, .name = "barrier"});
   }
 
-  /// Host bytes, through the device. `mine` may be exactly this rank's part of `all`. Later
-  /// operations go after it, and only when its request is waited for.
+  /// Host bytes, through the device. `mine` may be exactly this rank's part of `all`. It moves on
+  /// whenever this rank waits, asks or starts, and later operations go after it.
   [[nodiscard]] NcclRequest exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
     return start<void>(detail::checked::exchange(*this, mine, all));
   }
@@ -367,7 +369,7 @@ class NcclCommunicator : public NcclCommunicatorRef {
   /// Each is to be used by a thread of its own.
   [[nodiscard]] static std::vector<NcclCommunicator> local(std::span<const int> devices,
                                                            const NcclOptions& options = {}) {
-    const auto end = std::chrono::steady_clock::now() + options.init_timeout;
+    const auto end = detail::deadline(options.init_timeout);
     const ncclUniqueId id = detail::new_nccl_id();
     std::vector<detail::NcclInit> joining;
     for (std::size_t r = 0; r < devices.size(); ++r) {
@@ -435,7 +437,7 @@ class NcclCommunicator : public NcclCommunicatorRef {
                                   cuda::StreamView stream, const NcclOptions& options) {
     detail::NcclPlace place{.rank = rank, .size = size, .stream = stream};
     place.device = detail::nccl_device(stream);
-    const auto end = std::chrono::steady_clock::now() + options.init_timeout;
+    const auto end = detail::deadline(options.init_timeout);
     place.comm = detail::NcclInit(id, rank, size).finish(end);
     return place;
   }
@@ -487,9 +489,11 @@ class NcclCommunicator : public NcclCommunicatorRef {
              " has NcclReduction::" + (native ? "native" : "rank_order");
     };
     const std::ptrdiff_t r = other - all.begin();
-    state()->give_up(CommunicatorFailure::mismatch, "NcclCommunicator",
-                     "their NcclOptions::reduction differ: " + words(r) + ", " + words(r + 1) +
-                         "; give all ranks the same");
+    // All ranks see it alike and end in good order, so that none is told of the others' end first.
+    throw CommunicatorError(CommunicatorFailure::mismatch, rank(), "NcclCommunicator", 0,
+                            "rank " + std::to_string(rank()) +
+                                ": NcclCommunicator: the ranks' NcclOptions::reduction differ: " +
+                                words(r) + ", " + words(r + 1) + "; give all ranks the same.");
   }
 
   void close() noexcept {

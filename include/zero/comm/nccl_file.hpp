@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/detail/nccl_error.hpp"
 #include "zero/detail/nccl_id.hpp"
 #include "zero/error.hpp"
 
@@ -38,7 +39,7 @@ struct NcclFile {
   /// Throws `UsageError`, and `CommunicatorError` where a rank doesn't come in time.
   [[nodiscard]] ncclUniqueId unique_id(std::chrono::nanoseconds timeout) const {
     detail::check_place("NcclFile", rank, size);
-    const Clock::time_point end = Clock::now() + timeout;
+    const Clock::time_point end = detail::deadline(timeout);
     if (rank == 0) return answer(end, timeout);
     return call(end, timeout);
   }

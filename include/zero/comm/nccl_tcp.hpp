@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "zero/detail/nccl_error.hpp"
 #include "zero/detail/nccl_id.hpp"
 #include "zero/detail/nccl_socket.hpp"
 #include "zero/error.hpp"
@@ -78,7 +79,7 @@ struct NcclTcp {
       throw UsageError("NcclTcp: port is " + std::to_string(port) + "; it must be 1 to 65535.");
     }
     if (size == 1) return detail::new_nccl_id();
-    const Clock::time_point end = Clock::now() + timeout;
+    const Clock::time_point end = detail::deadline(timeout);
     return rank == 0 ? serve(end, timeout) : ask(end, timeout);
   }
 

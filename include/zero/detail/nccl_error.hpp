@@ -5,11 +5,25 @@
 
 #include <nccl.h>
 
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
 #include <string>
 
-#include "zero/cuda/error.hpp"
-
 namespace zero::detail {
+
+inline std::string seconds_of(std::chrono::nanoseconds time) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g s", std::chrono::duration<double>(time).count());
+  return text.data();
+}
+
+/// When `timeout` is over; a huge one counts as ten years.
+inline std::chrono::steady_clock::time_point deadline(std::chrono::nanoseconds timeout) {
+  return std::chrono::steady_clock::now() +
+         std::min<std::chrono::nanoseconds>(timeout, std::chrono::hours(87600));
+}
 
 inline std::string nccl_version_text(int code) {
   if (code < 10000) {

@@ -5,10 +5,8 @@
 
 #include <nccl.h>
 
-#include <array>
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <random>
 #include <string>
 
@@ -33,12 +31,6 @@ inline std::uint64_t new_token() {
   const std::uint64_t token =
       (std::uint64_t{device()} << 32 | device()) ^ static_cast<std::uint64_t>(now);
   return token != 0 ? token : 1;
-}
-
-inline std::string seconds_of(std::chrono::nanoseconds time) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%g s", std::chrono::duration<double>(time).count());
-  return text.data();
 }
 
 inline void check_place(const char* what, int rank, int size) {

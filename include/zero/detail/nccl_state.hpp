@@ -14,13 +14,11 @@
 #include <nccl.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -172,7 +170,7 @@ class NcclState {
       const Clock::duration waited = Clock::now() - begin;
       if (waited >= timeout) {
         poison(CommunicatorFailure::timeout, [&] {
-          return "rank " + std::to_string(rank()) + " waited " + seconds_text(timeout) +
+          return "rank " + std::to_string(rank()) + " waited " + seconds_of(timeout) +
                  " for an event; " + unfinished_text();
         });
       } else {
@@ -239,13 +237,6 @@ class NcclState {
     workspace_.reserve(bytes, place_.stream);
   }
 
-  /// What all ranks see alike: poisons, and throws.
-  [[noreturn]] void give_up(CommunicatorFailure failure, const char* operation,
-                            const std::string& why) {
-    poison(failure, [&] { return why; });
-    fail({.name = operation}, next_);
-  }
-
   /// A communicator of those ranks that give the same color. All ranks have agreed to it, and
   /// nothing is under way.
   ncclComm_t split(const char* name, int color, int key) {
@@ -277,8 +268,8 @@ class NcclState {
       const Clock::duration waited = Clock::now() - begin;
       if (!poisoned_ && waited >= options_.init_timeout) {
         poison(CommunicatorFailure::timeout, [&] {
-          return "rank " + std::to_string(rank()) + " waited " +
-                 seconds_text(options_.init_timeout) + " in " + name +
+          return "rank " + std::to_string(rank()) + " waited " + seconds_of(options_.init_timeout) +
+                 " in " + name +
                  "; check that all ranks call it, or allow more time (NcclOptions::init_timeout)";
         });
       }
@@ -307,6 +298,10 @@ class NcclState {
       scope.emplace(place_.device);
     } catch (const std::exception&) {
       // A device with an error: what follows fails, each for itself.
+    }
+    const cudaError_t error = cudaStreamQuery(place_.stream.get());
+    if (error != cudaSuccess && error != cudaErrorNotReady) {
+      poison_transport(cudaGetErrorString(error));  // so that peers hear of it
     }
     if (launched_ != next_) {
       poison(CommunicatorFailure::rank_left, [&] {
@@ -624,6 +619,7 @@ class NcclState {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     std::unique_lock lock(mutex_);
+    watchdog_id_ = std::this_thread::get_id();
     while (!stopping_ && !poisoned_) {
       try {
         wake_.wait_for(lock, options_.watchdog_interval);
@@ -662,7 +658,7 @@ class NcclState {
   }
   void poison_timeout(std::uint64_t sequence, nanoseconds timeout) noexcept {
     poison_locked(CommunicatorFailure::timeout, [&] {
-      return "rank " + std::to_string(rank()) + " waited " + seconds_text(timeout) + "; " +
+      return "rank " + std::to_string(rank()) + " waited " + seconds_of(timeout) + "; " +
              unfinished_text(sequence) +
              "; check that all ranks live and start the same operations, in the same order and "
              "with sizes that agree (NCCL_DEBUG=INFO shows what NCCL does), or allow more time "
@@ -670,13 +666,7 @@ class NcclState {
     });
   }
 
-  static std::string seconds_text(nanoseconds time) {
-    std::array<char, 32> text{};
-    std::snprintf(text.data(), text.size(), "%g s", std::chrono::duration<double>(time).count());
-    return text.data();
-  }
-
-  /// "broadcast of …, sequence 3, was in the stream", with the lock held or by the calling thread.
+  /// "broadcast of …, sequence 3, was in the stream", with the lock held.
   std::string unfinished_text() { return unfinished_text(completed_); }
   std::string unfinished_text(std::uint64_t sequence) {
     if (sequence >= next_known()) return "no operation was under way";
@@ -684,8 +674,11 @@ class NcclState {
            (sequence < launched_ ? ", was in the stream and not over"
                                  : ", was not in the stream yet");
   }
-  /// Operations that any thread may describe. The calling thread's newest may be missing.
-  [[nodiscard]] std::uint64_t next_known() const noexcept { return launched_; }
+  /// Operations that this thread may describe: those that only stand in the queue are the calling
+  /// thread's.
+  [[nodiscard]] std::uint64_t next_known() const noexcept {
+    return std::this_thread::get_id() == watchdog_id_ ? launched_ : next_;
+  }
 
   [[noreturn]] void fail(const InProcessOperation& what, std::uint64_t sequence) {
     // Kernels of an aborted communicator end by themselves; the caller may then free its memory.
@@ -775,6 +768,7 @@ class NcclState {
 
   bool stopping_ = false;
   std::condition_variable wake_{};
+  std::thread::id watchdog_id_{};
   std::thread watchdog_{};
 };
 
