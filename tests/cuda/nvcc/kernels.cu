@@ -5,7 +5,11 @@
 #include <zero/cuda/detail/rank_order_sum.cuh>
 #include <zero/zero.hpp>
 
-#include <cstdint>
+#if ZERO_TEST_NCCL
+#include <zero/comm/nccl.cuh>
+#endif
+
+#include <cstddef>
 
 namespace {
 
