@@ -161,18 +161,19 @@ def tests_in(build):
 def sanitize(check, build):
     """compute-sanitizer over the kernels' tests."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    programs = [("memcheck", "copy_kernels_test"), ("memcheck", "update_kernel_test"),
-                ("memcheck", "look_kernel_test"), ("memcheck", "zero_nvcc_sharded"),
-                ("racecheck", "copy_kernels_test"), ("racecheck", "look_kernel_test")]
+    steps = ["--tiny", "update", "step", "norm", "memory"]
+    programs = [("memcheck", "zero_cuda_bench", steps), ("racecheck", "zero_cuda_bench", steps),
+                ("memcheck", "copy_kernels_test", []), ("memcheck", "look_kernel_test", []),
+                ("memcheck", "update_kernel_test", []), ("racecheck", "look_kernel_test", [])]
     refused = None if tool else "no compute-sanitizer"
-    for kind, program in programs:
+    for kind, program, arguments in programs:
         name = f"{kind} {program}"
         found = next((path for path in build.rglob(program) if os.access(path, os.X_OK)), None)
         if refused or found is None:
             check.note(name, "skipped", 0.0, refused or "not built")
             continue
         status, said, seconds = check.run(
-            name, [tool, "--tool", kind, "--error-exitcode", "1", found], 40)
+            name, [tool, "--tool", kind, "--error-exitcode", "1", found, *arguments], 40)
         if status is None:
             check.note(name, "skipped", 0.0, said)
         elif status == 124:
