@@ -105,6 +105,7 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join(verb);
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device(verb, on...);
     reader_.require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
@@ -117,7 +118,9 @@ class Engine {
                             : " has a null gradient; give it memory, or call mark_absent"));
     }
     if (!counts) return;
-    if constexpr (sizeof...(On) != 0) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    if constexpr (State::space == MemorySpace::cuda) {
+      if (mark == Mark::ready) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    }
     if (!marks_.mark(i, mark)) return;
     or_give_up(false, [&] { way_.complete(leader); });
   }
@@ -360,6 +363,7 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("step");
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device("step", on...);
     bool updating = false;
     StepEnd end = StepEnd::applied;
     try {

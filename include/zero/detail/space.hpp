@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory_resource>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "zero/element.hpp"
@@ -31,6 +32,9 @@ struct Space<MemorySpace::host> {
   [[nodiscard]] static std::pmr::memory_resource* resource(std::pmr::memory_resource* given) {
     return given;
   }
+
+  /// Where an array of the caller's lies, if that is wrong, and what to do about it; or nothing.
+  [[nodiscard]] static std::string unusable(const void*) { return {}; }
 
   template <class T>
   static void copy(const T* from, std::size_t count, T* to) {
