@@ -88,11 +88,6 @@ class Builder {
             "construction: Settings::flush_denormals is on, but devices step denormal numbers as "
             "they are, and as fast as others; leave it off");
       }
-      if (state_.settings.poison_released && State::on_device) {
-        throw UsageError(
-            "construction: Settings::poison_released is on, but a device gives memory that was "
-            "released to others at once; leave it off");
-      }
       if (state_.settings.flush_denormals && !can_flush_denormals) {
         throw UsageError(
             "construction: Settings::flush_denormals is on, but zero does not know how to flush "
