@@ -132,8 +132,9 @@ class DeviceStep {
     if constexpr (State::pools_gradients) {
       const std::size_t limit = limit_of_pool(state_.stage, *state_.layout, state_.parameters,
                                               element_bytes(typename State::elements{}));
-      blocks_ = cuda::detail::GradientBlocks(count, limit,
-                                             reduces() && pool_bytes(state_.stage) != 0, memory);
+      blocks_ =
+          cuda::detail::GradientBlocks(count, limit, reduces() && pool_bytes(state_.stage) != 0,
+                                       state_.settings.poison_released, memory);
       packed_.assign(count, 0);
       learned_ = false;
       round_is_over_ = true;
@@ -154,8 +155,8 @@ class DeviceStep {
     counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
     groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
     uploaded_ = 0;
-    float_steps_ = Steps<float, floats>(count, memory);
-    double_steps_ = Steps<double, doubles>(count, memory);
+    float_steps_ = Steps<float, floats>(floats ? count : 0, memory);
+    double_steps_ = Steps<double, doubles>(doubles ? count : 0, memory);
     words_ = cuda::detail::message_words(count);
     message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
     messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
@@ -199,6 +200,9 @@ class DeviceStep {
   /// Parameter i's gradient is there when the step's stream comes to the step, and not before.
   void note_mark(std::size_t i) { late_[state_.parameters[i].leader] = 1; }
 
+  /// Whether a leader's gradient was marked so.
+  [[nodiscard]] bool is_late(std::size_t leader) const { return late_[leader] != 0; }
+
   /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
   void complete(std::size_t leader) {
     begin_round();
@@ -208,10 +212,11 @@ class DeviceStep {
   }
 
   /// Forgets what was marked.
-  void forget() {
+  void forget() noexcept {
     awaited_.clear();
     rounds_ = 0;
     end_of_round();
+    if constexpr (State::pools_gradients) let_go_of_gradients();
   }
 
   // Of stages that pool gradients, whose rounds are one backward each.
@@ -279,13 +284,14 @@ class DeviceStep {
     return sum;
   }
 
-  /// Reduces the round's remaining buckets for nothing, and waits for all that is under way.
+  /// Reduces the round's remaining buckets for nothing, waits for all that is under way, and shows
+  /// where it has led.
   void drain() {
     if (reduces()) {
       begin_round();
       while (order_.any_left()) start_next_reduce();
     }
-    synchronize();
+    refresh();
   }
 
   /// Blocks the host until nothing is under way, and shows the state where the device stands.
@@ -339,8 +345,8 @@ class DeviceStep {
     }
     if constexpr (State::Stage::shards_values) units_.changed(stream);
     report(stream);
+    learn_order();  // before a refusal, of which the peers don't know
     if (!refusal.empty()) throw AgreedRefusal(refusal);
-    learn_order();
     return StepEnd::applied;
   }
 
@@ -377,7 +383,17 @@ class DeviceStep {
   }
   [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
 
-  void end_of_round() {
+  /// Of a round that was not sent to its end. Among others it would have been the last.
+  void let_go_of_gradients() noexcept {
+    if (!blocks_.any_open() || !state_.alone()) return;
+    try {
+      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whoever writes to them
+      blocks_.close_all(talks());
+    } catch (...) {  // a device that is lost has no use for them
+    }
+  }
+
+  void end_of_round() noexcept {
     order_.begin_round();
     std::fill(late_.begin(), late_.end(), std::uint8_t{0});
     round_is_over_ = true;
@@ -418,18 +434,18 @@ class DeviceStep {
                                  static_cast<std::uint32_t>(f.parameter)});
     };
     for (std::size_t b = 0; b < buckets.size(); ++b) {
+      const Interval whole = state_.layout->bucket(lane.index, b);
       if (own) {
         for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
           const OwnedFragment& owned = lane.owned[k];
-          T* const values = owned.value_begin == not_in_shard ? lane.value_in_place(owned.fragment)
-                                                              : lane.kept_values(owned);
-          add(b, owned.fragment, values,
-              State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
+          const Fragment& f = owned.fragment;
+          T* const values =
+              lane.comes_and_goes(b) ? lane.kept_values(owned) : lane.value_in_place(b, whole, f);
+          add(b, f, values, State::Stage::shards_state ? owned.shard_begin : f.lane_begin);
         }
       } else {
-        const Interval whole = state_.layout->bucket(lane.index, b);
         for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
-          add(b, f, lane.value_in_place(f), f.lane_begin);
+          add(b, f, lane.value_in_place(b, whole, f), f.lane_begin);
         }
       }
     }
@@ -503,6 +519,7 @@ class DeviceStep {
     cuda::detail::StepMessage mine{};
     mine.identity = state_.identity;
     mine.options = state_.options;
+    if constexpr (State::Stage::shards_values) mine.units = units_.history();
     mine.refused = refusal.empty() ? 0 : 1;
     const Text text = to_text(refusal);
     static_assert(sizeof mine.refusal == sizeof text);
@@ -655,6 +672,12 @@ class DeviceStep {
       case cuda::detail::StepProblem::refused:
         require_agreement_to_step(rank, report.refusal, 0, 0, false, true);
         break;
+      case cuda::detail::StepProblem::units:
+        throw UsageError(
+            "step: rank " + std::to_string(rank) +
+            " has acquired or released other units than rank 0, or in another order, so what was "
+            "gathered is not what was asked for; acquire and release the same units in the same "
+            "order on all ranks. Nothing was stepped, and this optimizer can't go on");
       case cuda::detail::StepProblem::options:
         require_agreement_to_step(rank, "", 1, 0, false, true);
         break;
@@ -675,9 +698,8 @@ class DeviceStep {
       wait_for(event);
     }
     if constexpr (State::Stage::shards_values) {
-      const cuda::Event event;
-      units_.order(ended_stream_);
-      event.record(ended_stream_);
+      cuda::Event& event = turns_[turn_++ % turns_.size()];
+      units_.record(event);
       wait_for(event);
     }
     wait_for(ended_);
