@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <future>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -384,6 +385,41 @@ TEST_CASE("NCCL: destroying a communicator neither throws nor hangs", "[faults]"
   }
 }
 
+TEST_CASE("NCCL: a stream that stands still for another reason is not waited for", "[faults]") {
+  const Clean clean;
+  std::promise<void> open;
+  const std::shared_future<void> opened = open.get_future().share();
+  const Clock::time_point begin = Clock::now();
+  std::vector<std::thread> threads;
+  std::vector<Failure> all(2);
+  std::vector<zero::cuda::Stream> streams(2);
+  (void)largest_world();
+  const ncclUniqueId id = zero::detail::new_nccl_id();
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto r = static_cast<std::size_t>(rank);
+      Vector<float> data(64, 1);
+      all[r] = attempt([&] {
+        zero::cuda::check(cudaSetDevice(rank), "cudaSetDevice");
+        streams[r] = zero::cuda::Stream();
+        NcclCommunicator comm(id, rank, 2, streams[r], quick());
+        sum_once(comm, data);
+        zero::cuda::check(zero_emulation::enqueue(streams[r].view().get(), [=] { opened.wait(); }),
+                          "enqueue");
+        sum_once(comm, data);
+      });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(Clock::now() - begin < 10s);
+  for (const Failure& each : all) {
+    CHECK(each.cause.has_value());
+    CHECK_THAT(each.text, ContainsSubstring("The stream is still busy"));
+  }
+  open.set_value();
+  for (const zero::cuda::Stream& stream : streams) stream.synchronize();
+}
+
 TEST_CASE("NCCL: joining fails or takes too long", "[faults]") {
   (void)largest_world();
   const ncclUniqueId id = zero::detail::new_nccl_id();
@@ -506,7 +542,7 @@ TEST_CASE("NCCL: no memory for the workspace, and a device that fails", "[faults
             if (broken) {
               zero_emulation::break_device(0, cudaErrorIllegalAddress);
             } else {
-              zero_emulation::fail("cudaMallocAsync", 1, cudaErrorMemoryAllocation);
+              zero_emulation::fail("cudaMalloc", 1, cudaErrorMemoryAllocation);
             }
             sum_once(comm, data);
           },

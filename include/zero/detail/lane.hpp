@@ -85,9 +85,11 @@ struct Lane {
     if (!bucket_values.empty()) return bucket_values[bucket];
     return base == nullptr ? nullptr : base + whole.begin;
   }
-  /// The same of a fragment; where its parameter is, if that lies on its own.
-  [[nodiscard]] element* value_in_place(const Fragment& f) const {
-    return base != nullptr ? base + f.lane_begin : values_at(f);
+  /// The same of a fragment of it; where its parameter is, if that lies on its own.
+  [[nodiscard]] element* value_in_place(std::size_t bucket, Interval whole,
+                                        const Fragment& f) const {
+    element* const first = bucket_in_place(bucket, whole);
+    return first == nullptr ? values_at(f) : first + (f.lane_begin - whole.begin);
   }
   [[nodiscard]] element* values_at(const Fragment& f) const {
     return values[f.parameter] + f.parameter_begin;

@@ -10,37 +10,47 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "zero/cuda/error.hpp"
 #include "zero/cuda/stream.hpp"
 
 namespace zero::detail {
 
-/// Device memory that grows, in the order of a stream: what stands there already keeps the old.
+// From cudaMalloc, not from a stream's pool: NCCL lets the GPUs of one process write to each
+// other's buffers, which a pool's are not open to. And nothing is freed before the end, since
+// cudaFree waits for the device, and so perhaps for peers.
+
+/// Device memory that grows; what stands in a stream keeps what it was given.
 class NcclWorkspace {
  public:
   NcclWorkspace() = default;
   NcclWorkspace(const NcclWorkspace&) = delete;
   NcclWorkspace& operator=(const NcclWorkspace&) = delete;
+  ~NcclWorkspace() { release(); }
 
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
 
   /// At least `bytes`. Throws `CudaError`.
-  void reserve(std::size_t bytes, cuda::StreamView stream) {
+  void reserve(std::size_t bytes) {
     if (bytes <= bytes_) return;
+    blocks_.reserve(blocks_.size() + 1);
     void* data = nullptr;
     cuda::check(
-        cudaMallocAsync(&data, bytes, stream.get()),
-        "cudaMallocAsync of " + std::to_string(bytes) +
+        cudaMalloc(&data, bytes),
+        "cudaMalloc of " + std::to_string(bytes) +
             " bytes, the workspace of sums in rank order (NcclReduction::native needs none)");
-    release(stream);
+    blocks_.push_back(data);
     data_ = static_cast<std::byte*>(data);
     bytes_ = bytes;
   }
-  void release(cuda::StreamView stream) noexcept {
-    if (data_ != nullptr) (void)cudaFreeAsync(data_, stream.get());
+  /// It is in use still, and leaked.
+  void abandon() noexcept { blocks_.clear(); }
+  /// Nothing of it is in use any more.
+  void release() noexcept {
+    for (void* block : blocks_) (void)cudaFree(block);
+    blocks_.clear();
     data_ = nullptr;
     bytes_ = 0;
   }
@@ -48,6 +58,7 @@ class NcclWorkspace {
  private:
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  std::vector<void*> blocks_{};  // the last one is in use, those before were too small
 };
 
 /// One piece of every rank's host bytes, in page-locked memory and on the device, and a number for
@@ -57,24 +68,22 @@ class NcclStaging {
   /// Throws `CudaError`.
   NcclStaging(int size, cuda::StreamView stream)
       : size_(static_cast<std::size_t>(size)),
-        piece_(std::clamp<std::size_t>((std::size_t{256} << 10) / size_, 1024, 16384)),
-        stream_(stream) {
+        piece_(std::clamp<std::size_t>((std::size_t{256} << 10) / size_, 1024, 16384)) {
     void* memory = nullptr;
     cuda::check(cudaMallocHost(&memory, piece_ * size_), "cudaMallocHost");
     host_ = static_cast<std::byte*>(memory);
     try {
-      cuda::check(cudaMallocAsync(&memory, number_bytes + piece_ * size_, stream.get()),
-                  "cudaMallocAsync");
+      cuda::check(cudaMalloc(&memory, number_bytes + piece_ * size_), "cudaMalloc");
       device_ = static_cast<std::byte*>(memory);
       cuda::check(cudaMemsetAsync(device_, 0, number_bytes, stream.get()), "cudaMemsetAsync");
     } catch (...) {
-      release(stream);
+      release();
       throw;
     }
   }
   NcclStaging(const NcclStaging&) = delete;
   NcclStaging& operator=(const NcclStaging&) = delete;
-  ~NcclStaging() { release(stream_); }
+  ~NcclStaging() { release(); }
 
   /// Of one rank.
   [[nodiscard]] std::size_t piece_bytes() const noexcept { return piece_; }
@@ -105,8 +114,11 @@ class NcclStaging {
     std::memcpy(to, host_ + static_cast<std::size_t>(rank) * bytes, bytes);
   }
 
-  void release(cuda::StreamView stream) noexcept {
-    if (device_ != nullptr) (void)cudaFreeAsync(device_, stream.get());
+  /// It is in use still, and leaked.
+  void abandon() noexcept { device_ = host_ = nullptr; }
+  /// Nothing of it is in use any more.
+  void release() noexcept {
+    if (device_ != nullptr) (void)cudaFree(device_);
     if (host_ != nullptr) (void)cudaFreeHost(host_);
     device_ = nullptr;
     host_ = nullptr;
@@ -118,7 +130,6 @@ class NcclStaging {
 
   std::size_t size_;
   std::size_t piece_;
-  cuda::StreamView stream_;
   std::byte* host_ = nullptr;
   std::byte* device_ = nullptr;
   cuda::Event copied_{};

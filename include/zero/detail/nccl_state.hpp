@@ -234,7 +234,7 @@ class NcclState {
                        ": reserve: the stream is being captured; reserve before.");
     }
     if (next_ != 0) pass(next_ - 1, options_.timeout, false);
-    workspace_.reserve(bytes, place_.stream);
+    workspace_.reserve(bytes);
   }
 
   /// A communicator of those ranks that give the same color. All ranks have agreed to it, and
@@ -322,9 +322,12 @@ class NcclState {
         return "the communicator of rank " + std::to_string(rank()) + " was destroyed";
       });
     }
-    (void)drain();
-    workspace_.release(place_.stream);
-    staging_.release(place_.stream);
+    if (!drain()) {  // to free it would be to wait, perhaps for ever
+      workspace_.abandon();
+      staging_.abandon();
+    }
+    workspace_.release();
+    staging_.release();
   }
 
  private:
@@ -395,8 +398,7 @@ class NcclState {
           operation.workspace = bytes;
           bytes += calls_.workspace_bytes(operation);
         }
-        // NCCL has handed all earlier calls to the stream, so what they use is freed behind them.
-        workspace_.reserve(bytes, place_.stream);
+        workspace_.reserve(bytes);
         issue([&](ncclComm_t comm, NcclOperation& operation) {
           return calls_.first(operation, comm, workspace_.data());
         });

@@ -150,8 +150,8 @@ class DeviceStep {
     counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
     groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
     uploaded_ = 0;
-    float_steps_ = Steps<float, floats>(count, memory);
-    double_steps_ = Steps<double, doubles>(count, memory);
+    float_steps_ = Steps<float, floats>(floats ? count : 0, memory);
+    double_steps_ = Steps<double, doubles>(doubles ? count : 0, memory);
     words_ = cuda::detail::message_words(count);
     message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
     messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
@@ -253,13 +253,14 @@ class DeviceStep {
     return sum;
   }
 
-  /// Reduces the round's remaining buckets for nothing, and waits for all that is under way.
+  /// Reduces the round's remaining buckets for nothing, waits for all that is under way, and shows
+  /// where it has led.
   void drain() {
     if (reduces()) {
       begin_round();
       while (order_.any_left()) start_next_reduce();
     }
-    synchronize();
+    refresh();
   }
 
   /// Blocks the host until nothing is under way, and shows the state where the device stands.
@@ -312,8 +313,8 @@ class DeviceStep {
     }
     if constexpr (State::Stage::shards_values) units_.changed(stream);
     report(stream);
-    if (!refusal.empty()) throw AgreedRefusal(refusal);
     learn_order();
+    if (!refusal.empty()) throw AgreedRefusal(refusal);
     return StepEnd::applied;
   }
 
@@ -390,18 +391,18 @@ class DeviceStep {
                                  static_cast<std::uint32_t>(f.parameter)});
     };
     for (std::size_t b = 0; b < buckets.size(); ++b) {
+      const Interval whole = state_.layout->bucket(lane.index, b);
       if (own) {
         for (std::size_t k = lane.owned_begin[b]; k < lane.owned_begin[b + 1]; ++k) {
           const OwnedFragment& owned = lane.owned[k];
-          T* const values = owned.value_begin == not_in_shard ? lane.value_in_place(owned.fragment)
-                                                              : lane.kept_values(owned);
-          add(b, owned.fragment, values,
-              State::Stage::shards_state ? owned.shard_begin : owned.fragment.lane_begin);
+          const Fragment& f = owned.fragment;
+          T* const values =
+              lane.comes_and_goes(b) ? lane.kept_values(owned) : lane.value_in_place(b, whole, f);
+          add(b, f, values, State::Stage::shards_state ? owned.shard_begin : f.lane_begin);
         }
       } else {
-        const Interval whole = state_.layout->bucket(lane.index, b);
         for (const Fragment& f : state_.layout->fragments(lane.index, whole)) {
-          add(b, f, lane.value_in_place(f), f.lane_begin);
+          add(b, f, lane.value_in_place(b, whole, f), f.lane_begin);
         }
       }
     }

@@ -81,9 +81,9 @@ class DeviceTraffic {
       mine += slice.size();
       largest = std::max(largest, whole.size());
       largest_slice = std::max(largest_slice, slice.size());
-      all[b] = fragments_of(whole, whole.begin);
+      all[b] = fragments_of(b, whole);
       if (lane.bucket_in_place(b, whole) == nullptr && shards_state && !Stage::shards_values)
-        own[b] = fragments_of(slice, whole.begin);
+        own[b] = fragments_of(b, slice);
     }
     all_ = FragmentTable<T>(all, memory);
     own_ = FragmentTable<T>(own, memory);
@@ -201,13 +201,14 @@ class DeviceTraffic {
     }
   }
 
-  [[nodiscard]] std::vector<DeviceFragment<T>> fragments_of(Interval range,
-                                                            std::size_t from) const {
+  [[nodiscard]] std::vector<DeviceFragment<T>> fragments_of(std::size_t bucket,
+                                                            Interval range) const {
+    const Interval whole = layout_->bucket(lane_->index, bucket);
     std::vector<DeviceFragment<T>> found;
     for (const Fragment& f : layout_->fragments(lane_->index, range)) {
       // Where values come and go nobody asks for them here.
-      T* const values = Stage::shards_values ? nullptr : lane_->value_in_place(f);
-      found.push_back({values, nullptr, f.lane_begin - from, f.elements, f.parameter_begin,
+      T* const values = Stage::shards_values ? nullptr : lane_->value_in_place(bucket, whole, f);
+      found.push_back({values, nullptr, f.lane_begin - whole.begin, f.elements, f.parameter_begin,
                        static_cast<std::uint32_t>(f.parameter)});
     }
     return found;
