@@ -215,7 +215,8 @@ def configure_command(options, gpu, build):
     if (CARRIED / "Catch2").exists():
         command.append(f"-DCatch2_DIR={CARRIED / 'Catch2'}")
     if options.on_cpu:
-        command += ["-DZERO_TEST_ON_GPU=OFF", "-DZERO_NVCC=OFF", "-DZERO_TEST_HEADERS=OFF"]
+        command += ["-DZERO_TEST_ON_GPU=OFF", "-DZERO_NVCC=OFF", "-DZERO_TEST_HEADERS=OFF",
+                    "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
     else:
         command.append(f"-DCMAKE_CUDA_ARCHITECTURES={gpu['architecture'] if gpu else 90}-real")
     return command
