@@ -378,7 +378,10 @@ class ZeroSharded {
   }
   /// The same on a device, enqueued in `stream` (the legacy default stream, if none is given) and
   /// the communicator's, both ways in order. The host waits for nothing, so what only the ranks
-  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph.
+  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph,
+  /// with the marks before it: the graph keeps the options and the places of gradients that it was
+  /// captured with, so capture anew after a change, and is ordered after other steps, and waited
+  /// for before the optimizer is asked or destroyed, by whoever launches it.
   auto step(Stream stream = {})
     requires on_device
   {
