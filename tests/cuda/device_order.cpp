@@ -41,106 +41,106 @@ __global__ void read(const float* from, std::size_t count, float* sum) {
   for (std::size_t i = 0; i < count; ++i) *sum += from[i];
 }
 
+constexpr std::size_t steps = 3;
+
 /// Parameters apart from each other. Backward makes each one's gradient in a stream of its own, but
-/// for the last: that one's is not marked, and made in the stream that steps.
+/// for the first: that one's is not marked, and made in the stream that steps.
 struct Rank {
-  static constexpr std::size_t marked = 2;
-  std::vector<DeviceArray<float>> values{}, gradients{}, more_gradients{};
+  std::vector<DeviceArray<float>> values{};
+  std::vector<std::vector<DeviceArray<float>>> gradients{steps};
   std::vector<zero::cuda::ParamRef<float>> store{};
-  DeviceArray<float> loss{std::vector<float>(3)};
-  std::vector<Stream> making{marked}, stepping{2};
+  DeviceArray<float> losses{std::vector<float>(3)};
+  std::vector<Stream> making{3}, stepping{2};
 
   Rank() {
     for (const std::size_t count : {40, 24, 32}) {
-      for (auto* arrays : {&values, &gradients, &more_gradients}) {
-        arrays->emplace_back(std::vector<float>(count, 1));
-      }
-      store.push_back(shown(store.size(), gradients));
+      values.emplace_back(std::vector<float>(count, 1));
+      for (auto& of_step : gradients) of_step.emplace_back(std::vector<float>(count, 1));
+      store.push_back(shown(store.size(), 0));
     }
   }
-  [[nodiscard]] zero::cuda::ParamRef<float> shown(std::size_t i,
-                                                  std::vector<DeviceArray<float>>& from) const {
-    return {std::to_string(i), {values[i].size()}, values[i].data(), from[i].data()};
+  [[nodiscard]] zero::cuda::ParamRef<float> shown(std::size_t i, std::size_t set) const {
+    return {std::to_string(i), {values[i].size()}, values[i].data(), gradients[set][i].data()};
+  }
+  void forward(std::size_t i, StreamView stream, std::size_t loss) const {
+    launch("read", read, {1, 1}, stream, values[i].data(), values[i].size(), losses.data() + loss);
   }
 };
 
 struct Plan {
-  /// The second step's gradients are made elsewhere, while the first is under way, and it is taken
-  /// in another stream.
+  /// Each step's gradients are made elsewhere, while the one before is under way, and it is taken
+  /// in another stream than that one.
   bool overlaps = false;
-  /// Only the waits of the destruction, while the last step is under way.
+  /// Only the waits of the destruction, while gradients are under way.
   bool destroys = false;
   std::optional<double> max_norm = std::nullopt;
-  zero::Settings settings{};
 };
 
-/// Two steps, each of a forward, a backward, and a step.
+/// Of all steps but the last the waits are counted: what comes after them needs them.
 template <class... Policy>
 void run(int world, std::uint64_t ignored, const Plan& plan, Policy... policies) {
   zero::cuda::run_ranks(world, [&](InProcessCommunicator& comm) {
     Rank rank;
+    auto optimizer =
+        std::make_unique<decltype(zero::ZeroSharded{zero::Adam{}, rank.store, comm, policies...})>(
+            zero::Adam{}, rank.store, comm, policies...);
+    optimizer->clip_grad_norm(plan.max_norm);
     const auto count_waits = [&] {
       if (comm.rank() == 0) zero_emulation::ignore_wait(ignored);
     };
     const auto end_count = [&] {
       if (comm.rank() != 0 || ignored == 0) return;
       if (!zero_emulation::wait_was_ignored()) std::_Exit(no_such_wait);
+      zero_emulation::ignore_wait(0);
     };
-    auto optimizer = std::make_unique<decltype(zero::ZeroSharded{zero::Adam{}, rank.store, comm,
-                                                                 plan.settings, policies...})>(
-        zero::Adam{}, rank.store, comm, plan.settings, policies...);
-    optimizer->clip_grad_norm(plan.max_norm);
     const Event stepped;
     comm.barrier().wait();
     if (!plan.destroys) count_waits();
-    for (std::size_t step = 0; step < 2; ++step) {
-      const bool again = step > 0 && plan.overlaps;
-      const StreamView stepping = rank.stepping[again ? 1 : 0];
+    for (std::size_t step = 0; step < steps; ++step) {
+      if (!plan.destroys && step + 1 == steps) end_count();
+      const std::size_t set = plan.overlaps ? step : 0;
+      const StreamView stepping = rank.stepping[set % 2];
       for (std::size_t i = 0; i < rank.store.size(); ++i) {
-        const StreamView making = i < Rank::marked ? rank.making[i].view() : stepping;
-        std::vector<DeviceArray<float>>& gradients = again ? rank.more_gradients : rank.gradients;
-        if (again) {
-          rank.store[i] = rank.shown(i, gradients);
-        } else {
-          if (step > 0 && i < Rank::marked) making.wait(stepped);
-          launch("read", read, {1, 1}, making, rank.values[i].data(), rank.values[i].size(),
-                 rank.loss.data() + i);
+        const StreamView making = i == 0 ? stepping : rank.making[i].view();
+        rank.store[i] = rank.shown(i, set);
+        if (!plan.overlaps) {
+          if (step > 0 && i != 0) making.wait(stepped);
+          rank.forward(i, making, i);
         }
-        launch("write", write, {1, 1}, making, gradients[i].data(), gradients[i].size(),
+        launch("write", write, {1, 1}, making, rank.gradients[set][i].data(), rank.values[i].size(),
                static_cast<float>(step));
-        if (i < Rank::marked) optimizer->mark_ready(i, making);
+        if (i != 0) optimizer->mark_ready(i, making);
       }
       (void)optimizer->step(stepping);
+      for (std::size_t i = 0; !plan.overlaps && i < rank.store.size(); ++i) {
+        rank.forward(i, stepping, i);
+      }
       stepped.record(stepping);
     }
-    if (!plan.destroys) end_count();
-    if (plan.destroys) {
-      count_waits();
-      optimizer.reset();
-      end_count();
-    }
-    // What the caller sees after the last step, in its order.
     stepped.synchronize();
-    float sum = 0;
-    for (const DeviceArray<float>& array : rank.values) sum += array.data()[0];
-    if (sum == 0) std::abort();
-    if (optimizer != nullptr && !optimizer->last_outcome().applied) std::abort();
+    if (!plan.destroys) {
+      if (!optimizer->last_outcome().applied) std::abort();
+      return;
+    }
+    for (const std::size_t i : {2, 1}) optimizer->mark_ready(i, rank.making[i]);
+    count_waits();
+    optimizer.reset();
+    end_count();
+    comm.barrier().wait();
   });
 }
 
 using Scenario = std::function<void(std::uint64_t ignored)>;
 
 const std::map<std::string, Scenario>& scenarios() {
-  constexpr zero::NoView one_each{1};  // a bucket each
+  constexpr zero::NoView few{64};  // elements a bucket
   static const std::map<std::string, Scenario> all = {
-      {"alone", [](auto n) { run(1, n, {.overlaps = true, .max_norm = 1}, one_each); }},
-      {"sharded", [](auto n) { run(2, n, {}, one_each); }},
-      {"clipped", [](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, one_each); }},
+      {"alone", [](auto n) { run(1, n, {.overlaps = true, .max_norm = 1}, few); }},
+      {"sharded", [](auto n) { run(2, n, {}, few); }},
+      {"clipped", [](auto n) { run(2, n, {.max_norm = 1}, few); }},
       {"replicated",
-       [](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, one_each, zero::Replicated{}); }},
-      {"reduced",
-       [](auto n) { run(2, n, {.settings = {.gradients = zero::Gradients::reduced}}, one_each); }},
-      {"destroyed", [](auto n) { run(2, n, {.destroys = true}, one_each); }},
+       [](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, few, zero::Replicated{}); }},
+      {"destroyed", [](auto n) { run(2, n, {.destroys = true}, few); }},
   };
   return all;
 }
