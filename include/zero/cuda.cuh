@@ -12,4 +12,5 @@
 #include "zero/cuda/param_ref.hpp"
 #include "zero/cuda/step.hpp"
 #include "zero/cuda/stream.hpp"
+#include "zero/cuda/tensor_optimizer.hpp"
 #include "zero/zero.hpp"
