@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam over NCCL, its state spread over GPUs: each keeps 1/K of the two moments.
 //
 //   nvcc -std=c++20 -O2 -Iinclude examples/nccl_adam.cu -lnccl -o nccl_adam

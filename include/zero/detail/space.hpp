@@ -32,6 +32,8 @@ struct Space<MemorySpace::host> {
     return given;
   }
 
+  /// What callers have begun to write has been written.
+  static void settle() {}
   template <class T>
   static void copy(const T* from, std::size_t count, T* to) {
     if (count != 0) std::memcpy(to, from, count * sizeof(T));
