@@ -299,7 +299,7 @@ class NcclState {
     } catch (const std::exception&) {
       // A device with an error: what follows fails, each for itself.
     }
-    const cudaError_t error = cudaStreamQuery(place_.stream.get());
+    const cudaError_t error = place_.stream.query();
     if (error != cudaSuccess && error != cudaErrorNotReady) {
       poison_transport(cudaGetErrorString(error));  // so that peers hear of it
     }
