@@ -66,8 +66,9 @@ void break_device(int device, cudaError_t code);
 
 /// Before each of its tasks a stream waits up to so long, drawn from the seed. 0: no more.
 void delay(std::uint64_t seed, unsigned max_microseconds);
-/// The calling thread's `nth` cudaStreamWaitEvent from now on (1: the next) that finds an event
-/// recorded is accepted and does nothing. 0: none. For tests that each is needed.
+/// The calling thread's `nth` cudaStreamWaitEvent from now on (1: the next), for an event that this
+/// thread was the last to record, is accepted and does nothing. 0: none. For tests that each is
+/// needed: waits for what other threads recorded are a communicator's.
 void ignore_wait(std::uint64_t nth);
 /// Whether the wait that was to be ignored has come.
 [[nodiscard]] bool wait_was_ignored();

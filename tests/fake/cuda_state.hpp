@@ -142,6 +142,7 @@ struct Event {
   TicketPool tickets = {};
   std::uint64_t capture = 0;  // the one it was recorded in; 0: none
   std::vector<std::size_t> nodes = {};
+  std::thread::id recorder = {};
 };
 
 enum class Work { kernel, copy, fill, host_function, collective, memory };

@@ -83,6 +83,11 @@ class Builder {
               "MPI_THREAD_MULTIPLE");
         }
       }
+      if (state_.settings.flush_denormals && State::on_device) {
+        throw UsageError(
+            "construction: Settings::flush_denormals is on, but devices step denormal numbers as "
+            "they are, and as fast as others; leave it off");
+      }
       if (state_.settings.flush_denormals && !can_flush_denormals) {
         throw UsageError(
             "construction: Settings::flush_denormals is on, but zero does not know how to flush "

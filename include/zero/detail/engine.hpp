@@ -161,7 +161,13 @@ class Engine {
     state_.join = nullptr;
   }
   /// A step without input. Returns false where no rank has any, and nothing was stepped.
-  bool serve() { return take_step() != StepEnd::no_input; }
+  bool serve() {
+    if constexpr (State::on_device) {
+      return false;  // nothing enters a join
+    } else {
+      return take_step() != StepEnd::no_input;
+    }
+  }
   /// This rank can't go on, and the peers must learn why.
   void abandon_join(const char* why) noexcept {
     const std::scoped_lock lock(mutex_);

@@ -703,12 +703,12 @@ class DeviceStep {
     }
     wait_for(ended_);
   }
-  /// What is freed from now on is freed after what is under way.
+  /// What is freed from now on is freed after what is under way. For the last step's stream its
+  /// report has waited by then, which is freed first.
   void order_frees() noexcept {
     try {
       if (!state_.alone() || reduces()) let_wait(StreamView(), talks());
       if constexpr (State::Stage::shards_values) units_.order(StreamView());
-      StreamView().wait(ended_);
     } catch (...) {  // a device that is lost frees nothing
     }
   }
