@@ -323,7 +323,9 @@ class ZeroSharded {
   /// traffic. Marks are checked and otherwise ignored, and leases add from the second on.
   /// `Accumulation::sharded`, one pass a scope: marks mean what they do in the last pass. When the
   /// scope ends every bucket has been handed over to be reduced and added to the sums; what was not
-  /// marked is taken as `step` takes it. What fails there, the next step throws.
+  /// marked is taken as `step` takes it. What fails there, the next step throws. On a device the
+  /// scope ends in the order of the legacy default stream: what is not marked with a stream must be
+  /// complete there, and gradients in memory of the framework's may be overwritten after that.
   ///
   /// The default is the stage's (`Accumulation`). All ranks use the same mode, and as many sharded
   /// scopes in a step. Throws `UsageError` within another such scope, after the first mark of a

@@ -256,12 +256,12 @@ class DeviceStep {
     });
   }
   /// The backward is over, and the next one's gradients are added to its. What wasn't marked comes
-  /// after what the legacy default stream holds.
+  /// after what the legacy default stream holds; what that is given later, after all reading.
   void end_round() {
     begin_round();
-    begin_.record(StreamView());
-    talks().wait(begin_);
+    let_wait(talks(), StreamView());
     while (order_.any_left()) start_next_reduce();
+    let_wait(StreamView(), talks());
     ++rounds_;
     end_of_round();
   }
