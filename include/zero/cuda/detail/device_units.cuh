@@ -51,14 +51,14 @@ class DeviceUnits {
   /// To be followed by `rebuild`.
   explicit DeviceUnits(State& state) : state_(state) {}
 
-  void acquire(int unit, StreamView stream) {
+  void acquire(int unit, StreamView stream = {}) {
     const std::scoped_lock lock(mutex_);
     residence_.acquire(
         unit, [&](const Unit& u) { return fetch(u); },
         [&](std::uint64_t arrival) { stream.wait(event_of(arrival)); });
     if (!captures(stream)) stream.wait(changed_);  // of units that stay
   }
-  void release(int unit, StreamView stream) {
+  void release(int unit, StreamView stream = {}) {
     const std::scoped_lock lock(mutex_);
     // Before anything is gathered into that memory, and before the next step. Also of holds that
     // are not the last, in another stream perhaps.
@@ -97,7 +97,8 @@ class DeviceUnits {
   void rebuild() {
     std::vector<Unit> units = state_.units();
     std::size_t largest = 0;
-    for (const Unit& unit : units) {
+    for (Unit& unit : units) {
+      join_parts(unit);
       if (!unit.resident) largest = std::max(largest, bytes_of(unit));
     }
     const std::size_t ahead = zero::detail::prefetched_units(state_.stage);
@@ -165,6 +166,19 @@ class DeviceUnits {
   [[nodiscard]] Interval elements_of(const zero::detail::UnitBuckets& part) const {
     return {state_.layout->bucket(part.lane, part.buckets.begin).begin,
             state_.layout->bucket(part.lane, part.buckets.end - 1).end};
+  }
+  /// A parameter lies in one part: buckets that moved cuts have left empty part nothing.
+  void join_parts(Unit& unit) const {
+    std::vector<zero::detail::UnitBuckets> joined;
+    for (const zero::detail::UnitBuckets& part : unit.parts) {
+      if (!joined.empty() && joined.back().lane == part.lane &&
+          elements_of(joined.back()).end == elements_of(part).begin) {
+        joined.back().buckets.end = part.buckets.end;
+      } else {
+        joined.push_back(part);
+      }
+    }
+    unit.parts = std::move(joined);
   }
   /// Parts of a unit lie one behind the other, aligned.
   template <class Lane>
