@@ -6,6 +6,7 @@
 #include "zero/cuda/communicator.hpp"
 #include "zero/cuda/detail/device_step.cuh"
 #include "zero/cuda/error.hpp"
+#include "zero/cuda/flat_params.hpp"
 #include "zero/cuda/in_process.cuh"
 #include "zero/cuda/memory.hpp"
 #include "zero/cuda/optim.cuh"

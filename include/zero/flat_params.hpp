@@ -17,7 +17,8 @@
 namespace zero {
 
 /// Parameters that lie one behind the other in a buffer of the caller's, as llm.c keeps them.
-template <Element T = float>
+/// @tparam Ref what they are shown as; of memory of a device's see zero/cuda/flat_params.hpp
+template <Element T = float, class Ref = ParamRef<T>>
 class FlatParams {
  public:
   /// One tensor of the buffer.
@@ -41,7 +42,7 @@ class FlatParams {
     for (const Entry& entry : entries) {
       const auto& tied = entry.attributes.alias;
       if (tied && *tied < parameters_.size()) {
-        const ParamRef<T> first = parameters_[*tied];
+        const Ref first = parameters_[*tied];
         parameters_.emplace_back(entry.name, entry.shape, first.values().data(),
                                  first.gradient().data(), entry.attributes, entry.group);
         continue;
@@ -72,7 +73,7 @@ class FlatParams {
  private:
   std::span<T> values_;
   std::span<T> gradient_;
-  std::vector<ParamRef<T>> parameters_;
+  std::vector<Ref> parameters_;
 };
 
 static_assert(FlatParamStore<FlatParams<float>> && !FlatParamStore<std::vector<ParamRef<float>>>);

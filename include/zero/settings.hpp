@@ -50,7 +50,7 @@ struct Settings {
   /// Fills with NaN, and keeps, what stages 2 and 3 would give back to the system: a gradient's
   /// memory once it is reduced, and a unit's once it is released. Whatever is read there shows, and
   /// what is written is reported when the memory is used again, after which the optimizer can't go
-  /// on. For tests and debugging.
+  /// on (not on devices, where it is only filled). For tests and debugging.
   bool poison_released = false;
   /// The initial values of parameters that have a shape but no values yet (`ShapedParam`), which a
   /// view that moves values gives them: element by element, counted in the parameter, rounded to

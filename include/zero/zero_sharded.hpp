@@ -323,7 +323,9 @@ class ZeroSharded {
   /// traffic. Marks are checked and otherwise ignored, and leases add from the second on.
   /// `Accumulation::sharded`, one pass a scope: marks mean what they do in the last pass. When the
   /// scope ends every bucket has been handed over to be reduced and added to the sums; what was not
-  /// marked is taken as `step` takes it. What fails there, the next step throws.
+  /// marked is taken as `step` takes it. What fails there, the next step throws. On a device the
+  /// scope ends in the order of the legacy default stream: what is not marked with a stream must be
+  /// complete there, and gradients in memory of the framework's may be overwritten after that.
   ///
   /// The default is the stage's (`Accumulation`). All ranks use the same mode, and as many sharded
   /// scopes in a step. Throws `UsageError` within another such scope, after the first mark of a
@@ -386,7 +388,10 @@ class ZeroSharded {
   }
   /// The same on a device, enqueued in `stream` (the legacy default stream, if none is given) and
   /// the communicator's, both ways in order. The host waits for nothing, so what only the ranks
-  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph.
+  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph,
+  /// with the marks before it: the graph keeps the options and the places of gradients that it was
+  /// captured with, so capture anew after a change, and is ordered after other steps, and waited
+  /// for before the optimizer is asked or destroyed, by whoever launches it.
   auto step(Stream stream = {})
     requires on_device
   {

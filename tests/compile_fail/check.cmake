@@ -1,4 +1,5 @@
-# cmake -D VARIANT=wrong|twin -D COMPILER=… -D PRECOMPILED=… -D INCLUDE=… -D SOURCE=… -P check.cmake
+# cmake -D VARIANT=wrong|twin -D COMPILER=… -D PRECOMPILED=… -D INCLUDE=… -D SOURCE=…
+#       [-D CUDA_INCLUDE=…] -P check.cmake
 
 file(STRINGS ${SOURCE} line REGEX "^// expect: " LIMIT_COUNT 1)
 if(NOT line MATCHES "^// expect: (.+)$")
@@ -9,6 +10,14 @@ set(expected "${CMAKE_MATCH_1}")
 set(define "")
 if(VARIANT STREQUAL "wrong")
   set(define -DZERO_COMPILE_FAIL=1)
+endif()
+get_filename_component(name ${SOURCE} NAME)
+if(name MATCHES "^cuda_")
+  get_filename_component(tests ${CMAKE_CURRENT_LIST_DIR} DIRECTORY)
+  list(APPEND define -DZERO_CUDA_EMULATED=1 -I ${tests} -include ${tests}/fake/emulation.hpp)
+  foreach(directory IN LISTS CUDA_INCLUDE)
+    list(APPEND define -isystem ${directory})
+  endforeach()
 endif()
 set(ENV{LC_ALL} C)
 execute_process(

@@ -90,7 +90,8 @@ cudaError_t free_waiting(const char* function, void* pointer, bool of_host) {
         if (forgotten != cudaSuccess) return forgotten;
         known = true;
         ++runtime().counted.host_synchronizations;
-        wait_for_device(device, waits);
+        // Of pinned memory CUDA promises no such thing.
+        if (!of_host) wait_for_device(device, waits);
         return cudaSuccess;
       },
       &waits);

@@ -207,6 +207,17 @@ void fail(const char* function, int nth, cudaError_t code) {
   runtime().faults.push_back({function, nth, code});
 }
 
+void ignore_wait(std::uint64_t nth) { detail::wait_to_ignore() = nth; }
+bool wait_was_ignored() { return detail::wait_to_ignore() == 0; }
+
+namespace {
+thread_local int calls_under_way = 0;
+}  // namespace
+
+InRuntime::InRuntime() { ++calls_under_way; }
+InRuntime::~InRuntime() { --calls_under_way; }
+bool InRuntime::now() noexcept { return calls_under_way != 0; }
+
 void break_device(int device, cudaError_t code) {
   runtime().devices[device].broken.store(code, std::memory_order_relaxed);
 }

@@ -66,6 +66,13 @@ void break_device(int device, cudaError_t code);
 
 /// Before each of its tasks a stream waits up to so long, drawn from the seed. 0: no more.
 void delay(std::uint64_t seed, unsigned max_microseconds);
+/// The calling thread's `nth` cudaStreamWaitEvent from now on (1: the next), for an event that this
+/// thread was the last to record, is accepted and does nothing. 0: none. For tests that each is
+/// needed: waits for what other threads recorded are a communicator's.
+void ignore_wait(std::uint64_t nth);
+/// Whether the wait that was to be ignored has come.
+[[nodiscard]] bool wait_was_ignored();
+
 /// Blocks of a kernel run in an order drawn from the seed. 0: in order.
 void scramble_blocks(std::uint64_t seed);
 
@@ -73,6 +80,18 @@ void scramble_blocks(std::uint64_t seed);
 /// that blocks blocks its stream only. One that owns a `shared_ptr` orders more than CUDA does in
 /// the eyes of ThreadSanitizer, by the count of references.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> body);
+
+/// Held by a thread while it is in the fake runtime, whose own allocations are nobody's.
+class InRuntime {
+ public:
+  InRuntime();
+  InRuntime(const InRuntime&) = delete;
+  InRuntime& operator=(const InRuntime&) = delete;
+  ~InRuntime();
+
+  /// Whether the calling thread is.
+  [[nodiscard]] static bool now() noexcept;
+};
 
 /// From pointers to a kernel's arguments, what a launch runs for each thread.
 using Trampoline = std::function<std::function<void()>(void** arguments)>;

@@ -142,6 +142,7 @@ struct Event {
   TicketPool tickets = {};
   std::uint64_t capture = 0;  // the one it was recorded in; 0: none
   std::vector<std::size_t> nodes = {};
+  std::thread::id recorder = {};
 };
 
 enum class Work { kernel, copy, fill, host_function, collective, memory };
@@ -212,6 +213,8 @@ struct Runtime {
 
 /// Of the calling thread.
 [[nodiscard]] int& current_device();
+/// How many waits from now one is ignored; 0: none.
+[[nodiscard]] std::uint64_t& wait_to_ignore();
 
 /// What a call waits for once it has let go of the lock, and the device that may have broken
 /// meanwhile.
@@ -252,6 +255,7 @@ void await(Waits& waits);
 /// A function of CUDA's: refused, or its body under the lock; then waits.
 template <class Body>
 cudaError_t call(const char* function, const Body& body, Waits* waits = nullptr) {
+  const InRuntime inside;
   cudaError_t code = cudaSuccess;
   {
     const HostGuard guard;

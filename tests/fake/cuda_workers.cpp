@@ -99,6 +99,11 @@ Runtime& runtime() {
   return all;
 }
 
+std::uint64_t& wait_to_ignore() {
+  thread_local std::uint64_t count = 0;
+  return count;
+}
+
 int& current_device() {
   thread_local int device = 0;
   return device;
@@ -283,8 +288,8 @@ cudaError_t launch_grid(cudaStream_t stream, dim3 blocks, dim3 threads,
 
 }  // namespace detail
 
-cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads,
-                   std::function<void()> body) {
+cudaError_t launch_function(cudaStream_t stream, unsigned blocks, unsigned threads,
+                            std::function<void()> body) {
   return detail::call("cudaLaunchKernel", [&] {
     return detail::launch_grid(stream, dim3(blocks), dim3(threads), std::move(body));
   });

@@ -11,6 +11,8 @@
 #include <functional>
 #include <stdexcept>
 
+#include "fake/cuda_runtime.hpp"
+
 namespace zero_emulation {
 
 // What kernels ask; set by the fake runtime around each thread.
@@ -20,8 +22,13 @@ extern thread_local dim3 block_size;
 extern thread_local dim3 grid_size;
 
 /// Enqueues `body`, once for each thread of each block; defined by the fake runtime.
-cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads,
-                   std::function<void()> body);
+cudaError_t launch_function(cudaStream_t stream, unsigned blocks, unsigned threads,
+                            std::function<void()> body);
+template <class Body>
+cudaError_t launch(cudaStream_t stream, unsigned blocks, unsigned threads, Body body) {
+  const InRuntime inside;  // which may allocate; whoever launches does not
+  return launch_function(stream, blocks, threads, std::function<void()>(std::move(body)));
+}
 
 }  // namespace zero_emulation
 

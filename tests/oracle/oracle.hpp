@@ -142,10 +142,20 @@ struct Result {
 
 inline std::string name_of(std::size_t i) { return "p" + std::to_string(i); }
 
-template <class T>
+/// Where tensors lie, and how the host gets at them.
+struct HostMemory {
+  static constexpr zero::MemorySpace space = zero::MemorySpace::host;
+  template <class T>
+  using Array = std::vector<T>;
+  template <class T>
+  using FlatParams = zero::FlatParams<T>;
+  static void copy(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+};
+
+template <class Memory = HostMemory, class T>
 std::string bytes_of(std::span<const T> from) {
   std::string bytes(from.size_bytes(), '\0');
-  if (!from.empty()) std::memcpy(bytes.data(), from.data(), bytes.size());
+  if (!from.empty()) Memory::copy(bytes.data(), from.data(), bytes.size());
   return bytes;
 }
 
@@ -377,17 +387,22 @@ Result run_serial(const Case& c, const std::vector<Opt>& groups, std::uint64_t s
 }
 
 /// A tensor of a framework that counts its references: the memory may be moved elsewhere.
-template <class Span>
-class Tensor {
+template <class Span, class In>
+class TensorIn {
  public:
+  using Memory = In;
+  static constexpr zero::MemorySpace memory_space = Memory::space;
+
   template <class T>
-  Tensor(std::string name, const Shape& shape, std::vector<T> values, bool has_gradient)
+  TensorIn(std::string name, const Shape& shape, std::vector<T> values, bool has_gradient)
       : name_(std::move(name)), shape_(&shape) {
-    const auto owner = std::make_shared<std::vector<T>>(std::move(values));
-    values_ = std::span<T>(*owner);
+    using Array = typename Memory::template Array<T>;
+    const auto owner = std::make_shared<Array>(std::move(values));
+    values_ = std::span<T>(owner->data(), owner->size());
     owner_ = owner;
-    const auto gradient = std::make_shared<std::vector<T>>(has_gradient ? shape.elements : 0);
-    memory_ = std::span<T>(*gradient);
+    const auto gradient =
+        std::make_shared<Array>(std::vector<T>(has_gradient ? shape.elements : 0));
+    memory_ = std::span<T>(gradient->data(), gradient->size());
     gradient_ = std::span<T>();
     gradient_owner_ = gradient;
   }
@@ -428,13 +443,18 @@ class Tensor {
 };
 
 /// A tensor of a framework that doesn't let its memory move.
-template <class Span>
-class FixedTensor : public Tensor<Span> {
+template <class Span, class In>
+class FixedTensorIn : public TensorIn<Span, In> {
  public:
-  using Tensor<Span>::Tensor;
+  using TensorIn<Span, In>::TensorIn;
   void rebind(Span, std::shared_ptr<const void>) = delete;
   void rebind_gradient(Span, std::shared_ptr<const void>) = delete;
 };
+
+template <class Span>
+using Tensor = TensorIn<Span, HostMemory>;
+template <class Span>
+using FixedTensor = FixedTensorIn<Span, HostMemory>;
 
 template <class T>
 std::vector<T> initial_values(const Case& c, std::size_t i) {
@@ -446,6 +466,7 @@ std::vector<T> initial_values(const Case& c, std::size_t i) {
 /// Stores of tensors; the two-lane ones are typed at run time.
 template <template <class> class TensorOf, class Span>
 struct Tensors {
+  using Memory = typename TensorOf<Span>::Memory;
   using elements = typename zero::detail::elements_of<Span>::type;
   std::vector<TensorOf<Span>> tensors;
 
@@ -486,14 +507,18 @@ struct Tensors {
 };
 
 /// One flat buffer of values and one of gradients. All gradients are always there.
-template <class T>
+template <class T, class In = HostMemory>
 struct Flat {
+  using Memory = In;
+  using Params = typename Memory::template FlatParams<T>;
   using elements = zero::detail::TypeList<T>;
-  std::vector<T> values, gradients;
-  zero::FlatParams<T> params;
+  typename Memory::template Array<T> values, gradients;
+  Params params;
 
   Flat(const Case& c, int)
-      : values(flatten(c)), gradients(values.size()), params(values, gradients, entries(c)) {}
+      : values(flatten(c)),
+        gradients(std::vector<T>(values.size())),
+        params({values.data(), values.size()}, {gradients.data(), gradients.size()}, entries(c)) {}
   static std::vector<T> flatten(const Case& c) {
     std::vector<T> all;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
@@ -502,8 +527,8 @@ struct Flat {
     }
     return all;
   }
-  static std::vector<typename zero::FlatParams<T>::Entry> entries(const Case& c) {
-    std::vector<typename zero::FlatParams<T>::Entry> entries;
+  static std::vector<typename Params::Entry> entries(const Case& c) {
+    std::vector<typename Params::Entry> entries;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
       entries.push_back(
           {name_of(i), c.shapes[i].extents, c.shapes[i].attributes, c.shapes[i].group});
@@ -511,6 +536,8 @@ struct Flat {
     return entries;
   }
   [[nodiscard]] auto& store() { return params; }
+  [[nodiscard]] std::span<T> memory(std::size_t i) { return params.begin()[i].gradient(); }
+  void set_present(std::size_t, bool) {}
   void backward(const Case& c, int rank, int step) {
     std::size_t at = 0;
     for (std::size_t i = 0; i < c.shapes.size(); ++i) {
@@ -569,12 +596,12 @@ template <class Model>
 void require_values(const Case& c, Model& model, int unit,
                     const std::map<std::size_t, std::string>& want) {
   for_each_in_unit(c, unit, [&](std::size_t i) {
-    zero::detail::visit_span(zero::detail::parameter_at(model.store(), i).values(),
-                             [&]<class T>(std::span<T> values) {
-                               if (bytes_of(std::span<const T>(values)) != want.at(i)) {
-                                 throw std::runtime_error("acquired values of " + name_of(i));
-                               }
-                             });
+    zero::detail::visit_span(
+        zero::detail::parameter_at(model.store(), i).values(), [&]<class T>(std::span<T> values) {
+          if (bytes_of<typename Model::Memory>(std::span<const T>(values)) != want.at(i)) {
+            throw std::runtime_error("acquired values of " + name_of(i));
+          }
+        });
   });
 }
 
@@ -665,10 +692,10 @@ void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& re
              std::map<std::pair<std::size_t, std::string>, std::size_t>& covered) {
   for (std::size_t i = 0; i < c.shapes.size(); ++i) {
     if (c.leader(i) != i) continue;
-    zero::detail::visit_span(zero::detail::parameter_at(model.store(), i).values(),
-                             [&]<class T>(std::span<T> values) {
-                               result.values[i] = bytes_of(std::span<const T>(values));
-                             });
+    zero::detail::visit_span(
+        zero::detail::parameter_at(model.store(), i).values(), [&]<class T>(std::span<T> values) {
+          result.values[i] = bytes_of<typename Model::Memory>(std::span<const T>(values));
+        });
   }
   const auto add = [&](const auto& slices) {
     for (const auto& slice : slices) {
@@ -676,8 +703,9 @@ void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& re
       const std::size_t bytes = sizeof(slice.values[0]);
       std::string& slot = result.slots[{i, std::string(slice.slot)}];
       slot.resize(c.shapes[i].elements * bytes);
-      std::memcpy(slot.data() + slice.elements.begin * bytes, slice.values.data(),
-                  slice.values.size_bytes());
+      if (slice.values.empty()) continue;
+      Model::Memory::copy(slot.data() + slice.elements.begin * bytes, slice.values.data(),
+                          slice.values.size_bytes());
       covered[{i, std::string(slice.slot)}] += slice.values.size();
     }
   };
@@ -687,11 +715,61 @@ void collect(const Case& c, Model& model, const Optimizer& optimizer, Result& re
   }(typename Model::elements{});
 }
 
+template <class Model>
+inline constexpr bool is_flat =
+    zero::FlatParamStore<std::remove_reference_t<decltype(std::declval<Model&>().store())>>;
+
+/// @param before of each step, the values that the serial run has before it
+template <class Optimizer, class Model>
+void take_steps(Optimizer& optimizer, Model& model, const Case& c, int rank,
+                const std::vector<std::map<std::size_t, std::string>>& before) {
+  constexpr bool flat = is_flat<Model>;
+  for (int step = 0; step < c.steps; ++step) {
+    if constexpr (Optimizer::stage_type::shards_gradients) {
+      staged_backwards(optimizer, model, c, rank, step, before[static_cast<std::size_t>(step)]);
+    } else {
+      model.backward(c, rank, step);
+    }
+    if (!Optimizer::stage_type::shards_gradients && step > 0) mark(optimizer, c, rank, step);
+    if (flat && step == 0) {  // a flat buffer can't show absence
+      for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+        if (!c.shapes[i].attributes.frozen && !c.present(rank, step, c.leader(i))) {
+          optimizer.mark_absent(i);
+        }
+      }
+    } else if (flat) {
+      for (std::size_t i = 0; i < c.shapes.size(); ++i) {
+        if (c.shapes[i].attributes.frozen || c.present(rank, step, c.leader(i))) continue;
+        try {
+          optimizer.mark_absent(i);
+        } catch (const zero::UsageError&) {  // marked above already
+        }
+      }
+    }
+    const zero::Outcome outcome = optimizer.step().outcome();
+    if (!outcome.applied || outcome.step != step + 1) throw std::runtime_error("step number");
+    if (outcome.gradient_norm.has_value() != c.max_norm.has_value()) {
+      throw std::runtime_error("norm");
+    }
+  }
+}
+
+struct OnHost {
+  template <class F>
+  static void run_ranks(int world, F&& rank_main) {
+    zero::run_ranks(world, rank_main);
+  }
+  template <class... A>
+  static void take_steps(A&&... a) {
+    oracle::take_steps(std::forward<A>(a)...);
+  }
+};
+
 /// How ranks reach each other: reading each other's memory, or only through the collectives.
-struct SharedMemory {
+struct SharedMemory : OnHost {
   static zero::InProcessCommunicator of(zero::InProcessCommunicator& comm) { return comm; }
 };
-struct CollectivesOnly {
+struct CollectivesOnly : OnHost {
   static auto of(zero::InProcessCommunicator& comm) {
     return zero::FaultInjector<zero::InProcessCommunicator, false>(comm);
   }
@@ -701,9 +779,7 @@ struct CollectivesOnly {
 template <class Path, class Model, class Partition, class View, class Stage, class Precision,
           class Opt>
 std::string run(Case c, const std::vector<Opt>& groups, Stage stage = {}) {
-  constexpr bool flat =
-      zero::FlatParamStore<std::remove_reference_t<decltype(std::declval<Model&>().store())>>;
-  if (flat && c.settings.gradients == zero::Gradients::reduced) c.settings.gradients = {};
+  if (is_flat<Model> && c.settings.gradients == zero::Gradients::reduced) c.settings.gradients = {};
   if constexpr (requires(std::span<const std::size_t> shape) { groups[0].validate(shape); }) {
     for (Shape& shape : c.shapes) {  // takes matrices only
       while (shape.extents.size() < 2) shape.extents.push_back(1);
@@ -714,7 +790,7 @@ std::string run(Case c, const std::vector<Opt>& groups, Stage stage = {}) {
   const Result want = run_serial<Precision>(c, groups, c.seed + 99, typename Model::elements{});
   std::vector<Result> got(static_cast<std::size_t>(c.world));
   std::vector<std::map<std::pair<std::size_t, std::string>, std::size_t>> covered(got.size());
-  zero::run_ranks(c.world, [&](zero::InProcessCommunicator& in_process) {
+  Path::run_ranks(c.world, [&](auto& in_process) {
     auto comm = Path::of(in_process);
     Model model(c, comm.rank());
     View view;
@@ -728,35 +804,7 @@ std::string run(Case c, const std::vector<Opt>& groups, Stage stage = {}) {
                                 precision,
                                 c.settings};
     optimizer.clip_grad_norm(c.max_norm);
-    for (int step = 0; step < c.steps; ++step) {
-      if constexpr (Stage::shards_gradients) {
-        staged_backwards(optimizer, model, c, comm.rank(), step,
-                         want.before[static_cast<std::size_t>(step)]);
-      } else {
-        model.backward(c, comm.rank(), step);
-      }
-      if (!Stage::shards_gradients && step > 0) mark(optimizer, c, comm.rank(), step);
-      if (flat && step == 0) {  // a flat buffer can't show absence
-        for (std::size_t i = 0; i < c.shapes.size(); ++i) {
-          if (!c.shapes[i].attributes.frozen && !c.present(comm.rank(), step, c.leader(i))) {
-            optimizer.mark_absent(i);
-          }
-        }
-      } else if (flat) {
-        for (std::size_t i = 0; i < c.shapes.size(); ++i) {
-          if (c.shapes[i].attributes.frozen || c.present(comm.rank(), step, c.leader(i))) continue;
-          try {
-            optimizer.mark_absent(i);
-          } catch (const zero::UsageError&) {  // marked above already
-          }
-        }
-      }
-      const zero::Outcome outcome = optimizer.step().outcome();
-      if (!outcome.applied || outcome.step != step + 1) throw std::runtime_error("step number");
-      if (outcome.gradient_norm.has_value() != c.max_norm.has_value()) {
-        throw std::runtime_error("norm");
-      }
-    }
+    Path::take_steps(optimizer, model, c, comm.rank(), want.before);
     const auto r = static_cast<std::size_t>(comm.rank());
     for (const int unit : units_of(c)) optimizer.acquire(unit);
     collect(c, model, optimizer, got[r], covered[r]);

@@ -31,13 +31,15 @@ namespace zero::cuda {
 class DeviceResource final : public std::pmr::memory_resource {
   void* do_allocate(std::size_t bytes, std::size_t) override {
     void* memory = nullptr;
-    const cudaError_t code = cudaMallocAsync(&memory, bytes, nullptr);
-    if (code != cudaSuccess) {
-      (void)cudaGetLastError();  // told here, and not by the next call
-      check(code, "cudaMallocAsync of " + std::to_string(bytes) + " bytes");
+    cudaError_t code = cudaMallocAsync(&memory, bytes, nullptr);
+    if (code == cudaSuccess) {
+      code = cudaStreamSynchronize(nullptr);
+      if (code == cudaSuccess) return memory;
+      (void)cudaFreeAsync(memory, nullptr);
     }
-    StreamView().synchronize();
-    return memory;
+    (void)cudaGetLastError();  // told here, and not by the next call
+    check(code, "cudaMallocAsync of " + std::to_string(bytes) + " bytes");
+    return nullptr;  // not reached
   }
   void do_deallocate(void* memory, std::size_t, std::size_t) override {
     (void)cudaFreeAsync(memory, nullptr);
@@ -66,11 +68,9 @@ class DeviceArray {
       : resource_(resource), count_(count) {
     if (count == 0) return;
     data_ = static_cast<T*>(resource_->allocate(bytes(), array_alignment));
-    const cudaError_t code = cudaMemset(data_, 0, bytes());
-    if (code == cudaSuccess) {
-      StreamView().synchronize();
-      return;
-    }
+    cudaError_t code = cudaMemset(data_, 0, bytes());
+    if (code == cudaSuccess) code = cudaStreamSynchronize(nullptr);
+    if (code == cudaSuccess) return;
     resource_->deallocate(data_, bytes(), array_alignment);
     check(code, "cudaMemset of " + std::to_string(bytes()) + " bytes");
   }
@@ -117,6 +117,23 @@ struct Space<MemorySpace::cuda> {
   }
 
   static void settle() { cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+  /// Where memory lies that kernels can't use here.
+  [[nodiscard]] static std::string unusable(const void* array) {
+    cudaPointerAttributes found{};
+    cuda::check(cudaPointerGetAttributes(&found, array), "cudaPointerGetAttributes");
+    if (found.type == cudaMemoryTypeUnregistered) {
+      return "in memory of the host that no device may use; allocate it by cudaMalloc, "
+             "cudaMallocAsync or cudaMallocManaged, or use a store of the host's "
+             "(zero::ParamRef) with a communicator of the host's";
+    }
+    int current = 0;
+    cuda::check(cudaGetDevice(&current), "cudaGetDevice");
+    if (found.type != cudaMemoryTypeDevice || found.device == current) return {};
+    return "on device " + std::to_string(found.device) + ", but device " + std::to_string(current) +
+           " is current; call cudaSetDevice(" + std::to_string(found.device) +
+           ") in this rank's thread first";
+  }
+
   template <class T>
   static void copy(const T* from, std::size_t count, T* to) {
     if (count == 0) return;
@@ -146,8 +163,9 @@ struct Space<MemorySpace::cuda> {
   template <class T>
   static void copy_within(const T* from, std::size_t count, T* to, Stream stream = {}) {
     if (count == 0) return;
-    cuda::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream.get()),
-                "cudaMemcpyAsync");
+    cuda::check(
+        cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream.get()),
+        "cudaMemcpyAsync");
   }
   template <class T>
   static void clear(std::span<T> array, Stream stream = {}) {

@@ -83,18 +83,10 @@ class Builder {
               "MPI_THREAD_MULTIPLE");
         }
       }
-      if constexpr (State::on_device) {
-        if (state_.settings.flush_denormals || state_.settings.poison_released) {
-          throw UsageError(
-              std::string("construction: Settings::") +
-              (state_.settings.flush_denormals
-                   ? "flush_denormals is on, but a device computes with denormal numbers as fast "
-                     "as "
-                     "with others"
-                   : "poison_released is on, but a device gives memory that was released to others "
-                     "at once") +
-              "; leave it off");
-        }
+      if (state_.settings.flush_denormals && State::on_device) {
+        throw UsageError(
+            "construction: Settings::flush_denormals is on, but devices step denormal numbers as "
+            "they are, and as fast as others; leave it off");
       }
       if (state_.settings.flush_denormals && !can_flush_denormals) {
         throw UsageError(

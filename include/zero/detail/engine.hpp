@@ -105,11 +105,14 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join(verb);
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device(verb, on...);
     reader_.require_trainable(i, verb);
     marks_.require_markable(i, verb);
     const std::size_t leader = state_.parameters[i].leader;
     const bool counts = accumulating_ != Accumulation::local;
-    if (mark == Mark::ready && !note_gradient(leader, verb, counts, on...)) {
+    // Without a stream it is not there yet, so that nothing can be copied: the step will.
+    constexpr bool late = State::on_device && State::pools_gradients && sizeof...(On) == 0;
+    if (mark == Mark::ready && !note_gradient(leader, verb, counts && !late, on...)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        (State::pools_gradients
                             ? " has no gradient: none was leased, and it shows none itself; write "
@@ -117,7 +120,9 @@ class Engine {
                             : " has a null gradient; give it memory, or call mark_absent"));
     }
     if (!counts) return;
-    if constexpr (sizeof...(On) != 0) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    if constexpr (State::space == MemorySpace::cuda) {
+      if (mark == Mark::ready) or_give_up(false, [&] { way_.note_mark(i, on...); });
+    }
     if (!marks_.mark(i, mark)) return;
     or_give_up(false, [&] { way_.complete(leader); });
   }
@@ -156,7 +161,13 @@ class Engine {
     state_.join = nullptr;
   }
   /// A step without input. Returns false where no rank has any, and nothing was stepped.
-  bool serve() { return take_step() != StepEnd::no_input; }
+  bool serve() {
+    if constexpr (State::on_device) {
+      return false;  // nothing enters a join
+    } else {
+      return take_step() != StepEnd::no_input;
+    }
+  }
   /// This rank can't go on, and the peers must learn why.
   void abandon_join(const char* why) noexcept {
     const std::scoped_lock lock(mutex_);
@@ -360,12 +371,13 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("step");
+    if constexpr (State::space == MemorySpace::cuda) way_.require_device("step", on...);
     bool updating = false;
     StepEnd end = StepEnd::applied;
     try {
       or_tell(
           [&] {
-            const std::string refusal = finish_marks();
+            const std::string refusal = finish_marks(on...);
             if constexpr (State::on_device) {
               end = way_.step(refusal, updating, on...);
             } else {
@@ -393,9 +405,14 @@ class Engine {
   // Of gradients.
 
   /// A gradient that was not marked counts as ready where there is one.
-  void take_unmarked(const char* verb) {
+  /// @param on where `Space` has streams, the one in whose order it is there
+  template <class... On>
+  void take_unmarked(const char* verb, On... on) {
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-      if (state_.steps_alone(i) && !marks_.whole(i)) note_gradient(i, verb, true);
+      if (!state_.steps_alone(i)) continue;
+      bool late = false;
+      if constexpr (State::on_device) late = way_.is_late(i);
+      if (late || !marks_.whole(i)) note_gradient(i, verb, true, on...);
     }
   }
 
@@ -539,7 +556,8 @@ class Engine {
 
   /// Takes what was not marked as it lies in the caller's memory, unless this rank has no input.
   /// Returns why this rank can't step, or nothing.
-  std::string finish_marks() {
+  template <class... On>
+  std::string finish_marks(On... on) {
     const bool had_given_up = gave_up_;
     if (lost_ != nullptr) std::rethrow_exception(std::exchange(lost_, nullptr));
     state_.join_word = state_.join == nullptr ? JoinWord{} : state_.join->word();
@@ -570,7 +588,7 @@ class Engine {
         if (State::on_device && Stage::shards_values) continue;  // they come and go
         reader_.require_unmoved(i);
       }
-      if (takes) take_unmarked("step");
+      if (takes) take_unmarked("step", on...);
       if constexpr (State::steps_tensors) state_.require_tensors_fit();
       Hash options;
       for (const Opt& group : state_.groups) {

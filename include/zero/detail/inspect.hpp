@@ -112,9 +112,9 @@ inline void require_ties_in_group(Inspection& seen) {
 }
 
 /// Throws `UsageError` naming the parameter for: an empty store, a group that doesn't exist, a
-/// shape that doesn't fit the values, null values, names that occur twice, memory shared without a
-/// tie. Fills `out` as it goes, so that names are known to whoever reports. Values before parameter
-/// `first` are not hashed.
+/// shape that doesn't fit the values, null values or such of another memory space, names that occur
+/// twice, memory shared without a tie. Fills `out` as it goes, so that names are known to whoever
+/// reports. Values before parameter `first` are not hashed.
 /// @param may_be_empty whether parameters may have a shape, but no values yet
 template <ParamStore S>
 void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, Inspection& out,
@@ -176,6 +176,10 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
       }
       if (values.data() == nullptr && !values.empty()) {
         refuse_parameter(out, i, "has null values");
+      }
+      if (!values.empty()) {
+        const std::string wrong = Space<memory_space_of<parameter_t<S>>>::unusable(values.data());
+        if (!wrong.empty()) refuse_parameter(out, i, "has values " + wrong);
       }
       if (info.leader == i && !values.empty()) {
         const auto begin = reinterpret_cast<std::uintptr_t>(values.data());

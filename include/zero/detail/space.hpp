@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory_resource>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "zero/element.hpp"
@@ -34,6 +35,9 @@ struct Space<MemorySpace::host> {
 
   /// What callers have begun to write has been written.
   static void settle() {}
+  /// Where an array of the caller's lies, if that is wrong, and what to do about it; or nothing.
+  [[nodiscard]] static std::string unusable(const void*) { return {}; }
+
   template <class T>
   static void copy(const T* from, std::size_t count, T* to) {
     if (count != 0) std::memcpy(to, from, count * sizeof(T));

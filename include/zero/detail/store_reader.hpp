@@ -10,10 +10,12 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "zero/detail/inspect.hpp"
 #include "zero/detail/store.hpp"
 #include "zero/error.hpp"
+#include "zero/memory.hpp"
 
 namespace zero::detail {
 
@@ -87,6 +89,7 @@ class StoreReader {
     if (memory.size() != wanted || (memory.data() == nullptr && wanted != 0)) {
       throw UsageError(std::string(verb) + ": " + gradient_size(leader, memory.size()));
     }
+    if (wanted != 0) require_usable(leader, memory.data(), verb);
     return memory;
   }
 
@@ -104,6 +107,7 @@ class StoreReader {
                 std::string(verb) + ": " + state_.name_of(leader) +
                 "'s gradient has another element type than its values; make them alike");
           }
+          if (!span.empty()) require_usable(leader, span.data(), verb);
           if (!notes) return true;
           std::get<lane_of<T, elements>::value>(state_.lanes).gradients[leader] = span.data();
           state_.present[leader] = 1;
@@ -121,7 +125,22 @@ class StoreReader {
            " elements, but the parameter has " + std::to_string(state_.parameters[leader].elements);
   }
 
+  /// Throws where a gradient lies where it can't be read. Looks at places that are new only.
+  void require_usable(std::size_t leader, const void* gradient, const char* verb) {
+    if constexpr (State::space != MemorySpace::host) {
+      if (leader >= seen_.size()) seen_.resize(state_.parameters.size(), nullptr);
+      if (seen_[leader] == gradient) return;
+      const std::string wrong = State::Memory::unusable(gradient);
+      if (!wrong.empty()) {
+        throw UsageError(std::string(verb) + ": " + state_.name_of(leader) + " has a gradient " +
+                         wrong);
+      }
+      seen_[leader] = gradient;
+    }
+  }
+
   State& state_;
+  std::vector<const void*> seen_{};  ///< by leader, the gradient that was there last
 };
 
 }  // namespace zero::detail

@@ -55,6 +55,7 @@ class UnitResidence {
       fetch_ahead(fetch);
       return;
     }
+    if (held.arrival) wait(*held.arrival);  // whoever holds it too, elsewhere, may have to
     ++held.holds;
   }
 

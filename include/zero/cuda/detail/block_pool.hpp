@@ -3,6 +3,8 @@
 /// Memory that comes and goes within a step, without a call to CUDA.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "zero/cuda/error.hpp"
 #include "zero/cuda/memory.hpp"
+#include "zero/cuda/stream.hpp"
 
 namespace zero::cuda::detail {
 
@@ -30,8 +34,10 @@ class BlockPool {
   BlockPool() = default;
   /// @param bytes of the first allocation, made when it is first needed
   /// @param grows whether there may be more of them
-  BlockPool(std::size_t bytes, bool grows, std::pmr::memory_resource* memory)
-      : first_bytes_(round_up(bytes)), grows_(grows), memory_(memory) {}
+  /// @param growth bytes of each later one, where no larger block is asked for
+  BlockPool(std::size_t bytes, bool grows, std::pmr::memory_resource* memory,
+            std::size_t growth = 0)
+      : first_bytes_(round_up(bytes)), growth_(round_up(growth)), grows_(grows), memory_(memory) {}
 
   /// The smallest free block that is large enough, cut to size; none where the pool must not grow.
   /// Throws what the memory resource throws where it grows.
@@ -44,7 +50,7 @@ class BlockPool {
       // Room for all bookkeeping before the allocation, so that nothing of it can fail.
       chunks_.reserve(chunks_.size() + 1);
       free_.reserve(free_.size() + 2);
-      const std::size_t size = std::max(wanted, first_bytes_);
+      const std::size_t size = std::max(wanted, chunks_.empty() ? first_bytes_ : growth_);
       chunks_.push_back(std::make_shared<DeviceArray<std::byte>>(size, memory_));
       reserved_ += size;
       give_back({chunks_.back()->data(), size, 0});
@@ -71,6 +77,10 @@ class BlockPool {
     if (at != free_.begin()) join(at - 1);
   }
 
+  /// What a block of so many bytes takes.
+  [[nodiscard]] static std::size_t round_up(std::size_t bytes) {
+    return (bytes + array_alignment - 1) / array_alignment * array_alignment;
+  }
   /// Bytes taken from the memory resource.
   [[nodiscard]] std::size_t reserved() const noexcept { return reserved_; }
   /// Keeps the memory of a block alive.
@@ -82,9 +92,6 @@ class BlockPool {
   }
 
  private:
-  [[nodiscard]] static std::size_t round_up(std::size_t bytes) {
-    return (bytes + array_alignment - 1) / array_alignment * array_alignment;
-  }
   [[nodiscard]] std::vector<Block>::iterator find(std::size_t bytes) {
     auto best = free_.end();
     for (auto at = free_.begin(); at != free_.end(); ++at) {
@@ -103,11 +110,18 @@ class BlockPool {
   }
 
   std::size_t first_bytes_ = 0;
+  std::size_t growth_ = 0;
   bool grows_ = true;
   std::pmr::memory_resource* memory_ = nullptr;
   std::vector<std::shared_ptr<DeviceArray<std::byte>>> chunks_{};
   std::vector<Block> free_{};  ///< by address
   std::size_t reserved_ = 0;
 };
+
+/// Fills a block with NaN, of whatever type, in the order of `stream`.
+inline void poison_block(const BlockPool::Block& block, StreamView stream) {
+  if (block.memory == nullptr) return;
+  check(cudaMemsetAsync(block.memory, 0xff, block.bytes, stream.get()), "cudaMemsetAsync");
+}
 
 }  // namespace zero::cuda::detail

@@ -27,6 +27,7 @@ enum class StepProblem : std::uint32_t {
   none,
   another_optimizer,  ///< ranks stepped different ones over one communicator
   refused,            ///< some rank refused, for the reason that it gives
+  units,              ///< ranks have gathered different units for each other
   options,            ///< ranks have different options
   presence,           ///< a reduced gradient is on some ranks only
 };
@@ -37,6 +38,7 @@ struct StepMessage {
   DeviceDigits digits;  ///< of its own slices' sums; kernels add to it
   std::uint64_t identity;
   std::uint64_t options;  ///< fingerprint of all groups
+  std::uint64_t units;    ///< and of which units have been gathered so far, in which order
   std::uint64_t refused;
   char refusal[240];
 };
@@ -223,6 +225,9 @@ class Decision {
         task_.state->report.refusal[c] = theirs.refusal[c];
       }
       return StepProblem::refused;
+    }
+    for (rank = 0; rank < task_.ranks; ++rank) {
+      if (message(rank).units != message(0).units) return StepProblem::units;
     }
     for (rank = 0; rank < task_.ranks; ++rank) {
       if (message(rank).options != message(0).options) return StepProblem::options;

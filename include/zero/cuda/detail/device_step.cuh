@@ -109,7 +109,9 @@ class DeviceStep {
 
  public:
   /// To be followed by `rebuild`.
-  explicit DeviceStep(State& state) : state_(state), units_(state) {}
+  explicit DeviceStep(State& state) : state_(state), units_(state) {
+    cuda::check(cudaGetDevice(&own_device_), "cudaGetDevice");
+  }
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
   /// Memory is freed in the order of the legacy default stream: after what is under way.
@@ -128,13 +130,16 @@ class DeviceStep {
       of.traffic.emplace(lane, *state_.layout, state_.comm(), state_.settings.poison_padding,
                          memory);
     });
+    if (captured_) upload_always();
     const std::size_t count = state_.parameters.size();
     marked_.resize(count);
+    late_.assign(count, 0);
     if constexpr (State::pools_gradients) {
       const std::size_t limit = limit_of_pool(state_.stage, *state_.layout, state_.parameters,
                                               element_bytes(typename State::elements{}));
-      blocks_ = cuda::detail::GradientBlocks(count, limit,
-                                             reduces() && pool_bytes(state_.stage) != 0, memory);
+      blocks_ =
+          cuda::detail::GradientBlocks(count, limit, reduces() && pool_bytes(state_.stage) != 0,
+                                       state_.settings.poison_released, memory);
       packed_.assign(count, 0);
       learned_ = false;
       round_is_over_ = true;
@@ -172,8 +177,27 @@ class DeviceStep {
         cuda::detail::device_copy(std::span<const cuda::detail::DeviceState>(&state, 1), memory);
   }
 
+  /// Throws `UsageError` unless the optimizer's device is current, and `stream`'s.
+  void require_device(const char* verb, StreamView stream = {}) const {
+    int current = 0, of_stream = 0;
+    cuda::check(cudaGetDevice(&current), "cudaGetDevice");
+    const std::string ours = std::to_string(own_device_);
+    if (current != own_device_) {
+      throw UsageError(std::string(verb) + ": device " + std::to_string(current) +
+                       " is current, but this optimizer was made on device " + ours +
+                       "; call cudaSetDevice(" + ours + ") in this thread first");
+    }
+    cuda::check(cudaStreamGetDevice(stream.get(), &of_stream), "cudaStreamGetDevice");
+    if (of_stream != own_device_) {
+      throw UsageError(std::string(verb) + ": the stream is of device " +
+                       std::to_string(of_stream) + ", but this optimizer was made on device " +
+                       ours + "; give it a stream of that device");
+    }
+  }
+
   /// What `stream` holds now comes before parameter i's gradient is read.
   void note_mark(std::size_t i, StreamView stream) {
+    (void)captures(stream);
     marked_[i].record(stream);
     if (reduces()) {
       state_.comm().stream().wait(marked_[i]);
@@ -182,19 +206,26 @@ class DeviceStep {
     }
   }
 
+  /// Parameter i's gradient is there when the step's stream comes to the step, and not before.
+  void note_mark(std::size_t i) { late_[state_.parameters[i].leader] = 1; }
+
+  /// Whether a leader's gradient was marked so.
+  [[nodiscard]] bool is_late(std::size_t leader) const { return late_[leader] != 0; }
+
   /// A parameter's place has its whole gradient: sends every bucket whose turn has come.
   void complete(std::size_t leader) {
     begin_round();
-    if (!reduces()) return;
+    if (!reduces() || late_[leader] != 0) return;
     order_.complete(*state_.layout, leader);
     while (order_.turn_has_come()) start_next_reduce();
   }
 
   /// Forgets what was marked.
-  void forget() {
+  void forget() noexcept {
     awaited_.clear();
     rounds_ = 0;
     end_of_round();
+    if constexpr (State::pools_gradients) let_go_of_gradients();
   }
 
   // Of stages that pool gradients, whose rounds are one backward each.
@@ -225,12 +256,12 @@ class DeviceStep {
     });
   }
   /// The backward is over, and the next one's gradients are added to its. What wasn't marked comes
-  /// after what the legacy default stream holds.
+  /// after what the legacy default stream holds; what that is given later, after all reading.
   void end_round() {
     begin_round();
-    begin_.record(StreamView());
-    talks().wait(begin_);
+    let_wait(talks(), StreamView());
     while (order_.any_left()) start_next_reduce();
+    let_wait(StreamView(), talks());
     ++rounds_;
     end_of_round();
   }
@@ -292,7 +323,8 @@ class DeviceStep {
       units_.check();
       units_.settle(stream);
     }
-    if (stream != ended_stream_) stream.wait(ended_);  // steps come one after the other
+    // Steps come one after the other. Of a graph that is the concern of whoever launches it.
+    if (!captures(stream) && stream != ended_stream_) stream.wait(ended_);
     begin_.record(stream);
     for (const std::size_t i : awaited_) stream.wait(marked_[i]);
     // Nobody else is told where nobody else is.
@@ -324,7 +356,7 @@ class DeviceStep {
     }
     if constexpr (State::Stage::shards_values) units_.changed(stream);
     report(stream);
-    learn_order();
+    learn_order();  // before a refusal, of which the peers don't know
     if (!refusal.empty()) throw AgreedRefusal(refusal);
     return StepEnd::applied;
   }
@@ -362,8 +394,19 @@ class DeviceStep {
   }
   [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
 
-  void end_of_round() {
+  /// Of a round that was not sent to its end. Among others it would have been the last.
+  void let_go_of_gradients() noexcept {
+    if (!blocks_.any_open() || !state_.alone()) return;
+    try {
+      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whoever writes to them
+      blocks_.close_all(talks());
+    } catch (...) {  // a device that is lost has no use for them
+    }
+  }
+
+  void end_of_round() noexcept {
     order_.begin_round();
+    std::fill(late_.begin(), late_.end(), std::uint8_t{0});
     round_is_over_ = true;
   }
 
@@ -457,9 +500,26 @@ class DeviceStep {
     later.wait(event);
   }
 
+  /// Whether `stream` captures. A graph takes along all that its step is to find on the device and,
+  /// once there is one, so does every step, since graphs may have been launched before it.
+  [[nodiscard]] bool captures(StreamView stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream.get(), &status), "cudaStreamIsCapturing");
+    if (status == cudaStreamCaptureStatusNone) return false;
+    if (!std::exchange(captured_, true)) upload_always();
+    return true;
+  }
+  void upload_always() {
+    for_each_lane([](auto&, auto& of) {
+      of.kept.upload_always();
+      of.looked.upload_always();
+      if (of.traffic) of.traffic->upload_always();
+    });
+  }
+
   /// Options go to the device only when they have changed.
   void upload_options(StreamView stream) {
-    if (state_.options == uploaded_) return;
+    if (state_.options == uploaded_ && !captured_) return;
     cuda::detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)),
                          stream);
     uploaded_ = state_.options;
@@ -470,6 +530,7 @@ class DeviceStep {
     cuda::detail::StepMessage mine{};
     mine.identity = state_.identity;
     mine.options = state_.options;
+    if constexpr (State::Stage::shards_values) mine.units = units_.history();
     mine.refused = refusal.empty() ? 0 : 1;
     const Text text = to_text(refusal);
     static_assert(sizeof mine.refusal == sizeof text);
@@ -652,9 +713,7 @@ class DeviceStep {
   /// The host gets a copy when the step is done; none while it is captured into a graph.
   void report(StreamView stream) {
     last_.reset();
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    cuda::check(cudaStreamIsCapturing(stream.get(), &capture), "cudaStreamIsCapturing");
-    if (capture != cudaStreamCaptureStatusNone) return;
+    if (captures(stream)) return;
     last_ = reports_.take();
     cuda::check(cudaMemcpyAsync(last_->memory(), &device_.data()->report, sizeof(Report),
                                 cudaMemcpyDeviceToHost, stream.get()),
@@ -686,6 +745,12 @@ class DeviceStep {
       case cuda::detail::StepProblem::refused:
         require_agreement_to_step(rank, report.refusal, 0, 0, false, true);
         break;
+      case cuda::detail::StepProblem::units:
+        throw UsageError(
+            "step: rank " + std::to_string(rank) +
+            " has acquired or released other units than rank 0, or in another order, so what was "
+            "gathered is not what was asked for; acquire and release the same units in the same "
+            "order on all ranks. Nothing was stepped, and this optimizer can't go on");
       case cuda::detail::StepProblem::options:
         require_agreement_to_step(rank, "", 1, 0, false, true);
         break;
@@ -706,19 +771,18 @@ class DeviceStep {
       wait_for(event);
     }
     if constexpr (State::Stage::shards_values) {
-      const cuda::Event event;
-      units_.order(ended_stream_);
-      event.record(ended_stream_);
+      cuda::Event& event = turns_[turn_++ % turns_.size()];
+      units_.record(event);
       wait_for(event);
     }
     wait_for(ended_);
   }
-  /// What is freed from now on is freed after what is under way.
+  /// What is freed from now on is freed after what is under way. For the last step's stream its
+  /// report has waited by then, which is freed first.
   void order_frees() noexcept {
     try {
       if (!state_.alone() || reduces()) let_wait(StreamView(), talks());
       if constexpr (State::Stage::shards_values) units_.order(StreamView());
-      StreamView().wait(ended_);
     } catch (...) {  // a device that is lost frees nothing
     }
   }
@@ -732,6 +796,8 @@ class DeviceStep {
   }
 
   State& state_;
+  int own_device_ = 0;
+  bool captured_ = false;  ///< some step was, into a graph
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
   // Of stages that pool gradients.
@@ -745,6 +811,7 @@ class DeviceStep {
   Units units_;
   std::vector<cuda::Event> marked_{};   ///< by parameter
   std::vector<std::size_t> awaited_{};  ///< marked, where nothing is sent
+  std::vector<std::uint8_t> late_{};    ///< by parameter: sent by the step, not before
   cuda::Event begin_{};
   std::array<cuda::Event, 4> turns_{};
   std::size_t turn_ = 0;

@@ -87,8 +87,8 @@ class DeviceTraffic {
     }
     all_ = FragmentTable<T>(all, memory);
     own_ = FragmentTable<T>(own, memory);
-    const bool copies = lane.base == nullptr || lane.gradient_arena == nullptr;
-    if (copies && (shards_state || sums_here)) buffer_ = DeviceArray<T>(largest, memory);
+    // In arenas too: what is absent leaves a gap that is packed as zeros.
+    if (shards_state || sums_here) buffer_ = DeviceArray<T>(largest, memory);
     if (rounds) wire_ = DeviceArray<W>(largest, memory);
     if (sums_here) received_ = DeviceArray<W>(largest_slice * counts_.size(), memory);
     if (!poison) return;
@@ -113,6 +113,9 @@ class DeviceTraffic {
   /// Where a bucket's summed gradients start in `lane.reduced`: those of the own slice, or of the
   /// whole bucket without sharding.
   [[nodiscard]] std::size_t sum_begin(std::size_t bucket) const { return sum_begin_[bucket]; }
+
+  /// As `FragmentTable::upload_always`.
+  void upload_always() { all_.upload_always(); }
 
   /// From now on reductions may add to sums, which needs room.
   void prepare_to_add(std::pmr::memory_resource* memory) {

@@ -33,8 +33,14 @@ namespace zero::cuda::detail {
 /// A duplicate of the communicator, so that gathers need not come in one order with reductions on
 /// all ranks, which go by when gradients are ready.
 ///
-/// A unit that is gathered takes memory of a pool; one that is released is given out again at once,
-/// to gathers that wait for the stream it was released in.
+/// A unit that is gathered takes memory of a pool, as much as the largest, so that nothing is left
+/// in between; one that is released is given out again at once, to gathers that wait for the
+/// streams it was released in.
+///
+/// Communicators whose operations wait for peers as they are enqueued
+/// (`cuda::InProcessCommunicator`) need one more thing of ranks: that those which reduce and those
+/// which gather come in one order, or each rank waits for the other until the timeout. So on all
+/// ranks a bucket's last mark must stand between the same two calls that acquire.
 /// @tparam State an `EngineState`
 template <class State>
 class DeviceUnits {
@@ -45,23 +51,23 @@ class DeviceUnits {
   /// To be followed by `rebuild`.
   explicit DeviceUnits(State& state) : state_(state) {}
 
-  void acquire(int unit, StreamView stream) {
+  void acquire(int unit, StreamView stream = {}) {
     const std::scoped_lock lock(mutex_);
     residence_.acquire(
         unit, [&](const Unit& u) { return fetch(u); },
         [&](std::uint64_t arrival) { stream.wait(event_of(arrival)); });
+    if (!captures(stream)) stream.wait(changed_);  // of units that stay
   }
-  void release(int unit, StreamView stream) {
+  void release(int unit, StreamView stream = {}) {
     const std::scoped_lock lock(mutex_);
+    // Before anything is gathered into that memory, and before the next step. Also of holds that
+    // are not the last, in another stream perhaps.
+    if (!captures(stream)) {
+      released_.record(stream);
+      gather_stream().wait(released_);
+    }
     residence_.release(
-        unit,
-        [&](const Unit& u) {
-          // Before anything is gathered into that memory.
-          released_.record(stream);
-          gather_stream().wait(released_);
-          let_go(u);
-        },
-        [&](const Unit& u) { return fetch(u); });
+        unit, [&](const Unit& u) { let_go(u); }, [&](const Unit& u) { return fetch(u); });
   }
   /// Throws `UsageError` where a unit is still held.
   void require_none_held(const char* verb) {
@@ -75,43 +81,48 @@ class DeviceUnits {
     const std::scoped_lock lock(mutex_);
     residence_.drop_what_is_ahead([&](const Unit& u) { let_go(u); });
     residence_.end_round();
-    if (state_.alone()) return;
+    if (captures(stream)) return;
     released_.record(gather_stream());
     stream.wait(released_);
   }
   /// Values have changed: what is gathered from now on comes after what `stream` holds.
   void changed(StreamView stream) {
-    if (state_.alone()) return;
-    released_.record(stream);
-    gather_stream().wait(released_);
+    const std::scoped_lock lock(mutex_);
+    if (captures(stream)) return;
+    changed_.record(stream);
+    gather_stream().wait(changed_);
   }
 
   /// Collective: prepares for the layout. Nothing may be on its way.
   void rebuild() {
     std::vector<Unit> units = state_.units();
     std::size_t largest = 0;
-    for (const Unit& unit : units) {
-      if (!unit.resident) largest = std::max(largest, unit.bytes);
+    for (Unit& unit : units) {
+      join_parts(unit);
+      if (!unit.resident) largest = std::max(largest, bytes_of(unit));
     }
     const std::size_t ahead = zero::detail::prefetched_units(state_.stage);
     blocks_.assign(units.size(), {});
     residence_.rebuild(std::move(units), ahead);
     if (state_.alone()) return;
     if (!comm_) comm_.emplace(state_.comm().duplicate());
-    pool_ = BlockPool((1 + ahead) * largest, true, state_.memory());
+    pool_ = BlockPool((1 + ahead) * largest, true, state_.memory(), largest);
+    block_bytes_ = largest;
     counts_.resize(static_cast<std::size_t>(state_.world()));
   }
 
   /// Of memory for units.
   [[nodiscard]] std::size_t reserved() const noexcept { return pool_.reserved(); }
-  /// A number that ranks share that have acquired the same units in the same order.
+  /// A number that ranks share that have gathered the same units in the same order.
   [[nodiscard]] std::uint64_t history() const noexcept { return history_.value(); }
-  /// Where it is recorded is after all gathers so far.
+  /// What `later` is given from now on comes after all gathers so far.
   void order(StreamView later) {
     if (!comm_) return;
     released_.record(gather_stream());
     later.wait(released_);
   }
+  /// Records what comes after all gathers so far.
+  void record(const Event& event) { event.record(gather_stream()); }
   void abort(const std::string& why) {
     if (comm_) comm_->abort(why);
   }
@@ -120,7 +131,16 @@ class DeviceUnits {
   }
 
  private:
-  [[nodiscard]] StreamView gather_stream() { return comm_->stream(); }
+  [[nodiscard]] StreamView gather_stream() {
+    return comm_ ? comm_->stream() : state_.comm().stream();
+  }
+  /// Whether a rank alone captures a step into a graph, which nothing outside of it can order.
+  [[nodiscard]] bool captures(StreamView stream) {
+    if (!state_.alone()) return false;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream.get(), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
   [[nodiscard]] const Event& event_of(std::uint64_t arrival) const {
     return arrived_[arrival % arrived_.size()];
   }
@@ -128,23 +148,56 @@ class DeviceUnits {
   /// Starts to gather a unit, and shows parameters where they will be.
   std::uint64_t fetch(const Unit& unit) {
     history_.add(static_cast<std::uint64_t>(unit.id));
-    auto& blocks = blocks_[residence_.find(unit.id)];
+    comm_->check();
+    BlockPool::Block& block = blocks_[residence_.find(unit.id)];
+    if (block.memory == nullptr) block = *pool_.take(block_bytes_);
+    std::byte* memory = block.memory;
     for (const zero::detail::UnitBuckets& part : unit.parts) {
       state_.for_each_lane([&]<class Lane>(Lane& lane) {
-        if (lane.index == part.lane) blocks.push_back(fetch_part(lane, part.buckets));
+        if (lane.index != part.lane) return;
+        fetch_part(lane, part.buckets, reinterpret_cast<typename Lane::element*>(memory));
+        memory += part_bytes(lane, part);
       });
     }
     event_of(++arrivals_).record(gather_stream());
     return arrivals_;
   }
 
+  [[nodiscard]] Interval elements_of(const zero::detail::UnitBuckets& part) const {
+    return {state_.layout->bucket(part.lane, part.buckets.begin).begin,
+            state_.layout->bucket(part.lane, part.buckets.end - 1).end};
+  }
+  /// A parameter lies in one part: buckets that moved cuts have left empty part nothing.
+  void join_parts(Unit& unit) const {
+    std::vector<zero::detail::UnitBuckets> joined;
+    for (const zero::detail::UnitBuckets& part : unit.parts) {
+      if (!joined.empty() && joined.back().lane == part.lane &&
+          elements_of(joined.back()).end == elements_of(part).begin) {
+        joined.back().buckets.end = part.buckets.end;
+      } else {
+        joined.push_back(part);
+      }
+    }
+    unit.parts = std::move(joined);
+  }
+  /// Parts of a unit lie one behind the other, aligned.
   template <class Lane>
-  [[nodiscard]] BlockPool::Block fetch_part(Lane& lane, Interval buckets) {
-    using T = typename Lane::element;
-    const std::size_t begin = state_.layout->bucket(lane.index, buckets.begin).begin;
-    const std::size_t end = state_.layout->bucket(lane.index, buckets.end - 1).end;
-    const BlockPool::Block block = *pool_.take((end - begin) * sizeof(T));
-    T* const values = reinterpret_cast<T*>(block.memory);
+  [[nodiscard]] std::size_t part_bytes(const Lane&, const zero::detail::UnitBuckets& part) const {
+    return BlockPool::round_up(elements_of(part).size() * sizeof(typename Lane::element));
+  }
+  [[nodiscard]] std::size_t bytes_of(const Unit& unit) const {
+    std::size_t bytes = 0;
+    for (const zero::detail::UnitBuckets& part : unit.parts) {
+      state_.for_each_lane([&](const auto& lane) {
+        if (lane.index == part.lane) bytes += part_bytes(lane, part);
+      });
+    }
+    return bytes;
+  }
+
+  template <class Lane, class T = typename Lane::element>
+  void fetch_part(Lane& lane, Interval buckets, T* values) {
+    const auto [begin, end] = elements_of({lane.index, buckets});
     for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
       const Interval whole = state_.layout->bucket(lane.index, b);
       if (whole.empty()) continue;
@@ -160,37 +213,38 @@ class DeviceUnits {
       if (info.lane != lane.index || info.frozen) continue;
       const std::size_t offset = state_.layout->place(i).offset;
       if (offset < begin || offset >= end) continue;
-      show(lane, i, std::span<T>(values + (offset - begin), info.elements), block.memory);
+      show(lane, i, std::span<T>(values + (offset - begin), info.elements));
     }
-    return block;
   }
 
   template <class Lane, class T>
-  void show(Lane& lane, std::size_t i, std::span<T> place, const std::byte* block) {
+  void show(Lane& lane, std::size_t i, std::span<T> place) {
     if (state_.steps_alone(i)) {
       if (lane.values[i] == place.data() && state_.parameters[i].ties == 1) return;
       lane.values[i] = place.data();
     }
     auto&& parameter = zero::detail::parameter_at(state_.store(), i);
     using Span = zero::detail::values_t<parameter_t<typename State::store_type>>;
-    parameter.rebind(Span(place), pool_.owner(block));
+    parameter.rebind(Span(place), pool_.owner(reinterpret_cast<const std::byte*>(place.data())));
   }
 
   void let_go(const Unit& unit) {
-    auto& blocks = blocks_[residence_.find(unit.id)];
-    for (const BlockPool::Block& block : blocks) pool_.give_back(block);
-    blocks.clear();
+    BlockPool::Block& block = blocks_[residence_.find(unit.id)];
+    if (state_.settings.poison_released) poison_block(block, gather_stream());
+    pool_.give_back(std::exchange(block, {}));
   }
 
   State& state_;
   std::mutex mutex_{};  ///< of what follows; taken after the engine's
   zero::detail::UnitResidence residence_{};
   zero::detail::Hash history_{};
-  std::vector<std::vector<BlockPool::Block>> blocks_{};  ///< by unit, one a part, while it is there
+  std::vector<BlockPool::Block> blocks_{};  ///< by unit, while it is there
+  std::size_t block_bytes_ = 0;             ///< the largest unit's
   std::vector<std::size_t> counts_{};
   std::optional<Comm> comm_{};
   BlockPool pool_{};
   Event released_{};
+  Event changed_{};  ///< the last step's updates
   /// One stream's, so that one which was recorded anew does for the earlier arrival.
   std::array<Event, 16> arrived_{};
   std::uint64_t arrivals_ = 0;

@@ -59,6 +59,10 @@ class FragmentTable {
     chunks_ = device_copy(std::span<const Chunk>(chunks), memory);
   }
 
+  /// From now on what the device has may be older than what it was last given: graphs bring back
+  /// what they were captured with.
+  void upload_always() { always_ = true; }
+
   /// Lets the fragments of the buckets know where their gradients are in this step. Enqueues
   /// something only where that has changed.
   /// @param of a parameter's gradient by its index, or null
@@ -71,7 +75,7 @@ class FragmentTable {
       DeviceFragment<T>& f = host_[k];
       const T* const whole = of(f.parameter);
       const T* const now = whole == nullptr ? nullptr : whole + f.parameter_begin;
-      if (f.gradient == now) continue;
+      if (f.gradient == now && !always_) continue;
       f.gradient = now;
       if (first == end) first = k;
       last = k + 1;
@@ -93,6 +97,7 @@ class FragmentTable {
   [[nodiscard]] std::size_t bytes() const { return fragments_.bytes() + chunks_.bytes(); }
 
  private:
+  bool always_ = false;
   std::vector<DeviceFragment<T>> host_{};
   std::vector<std::size_t> first_fragment_{};  ///< by bucket, and one more
   std::vector<std::size_t> first_chunk_{};     ///< likewise

@@ -25,9 +25,13 @@ class GradientBlocks {
   GradientBlocks() = default;
   /// @param limit bytes
   /// @param keeps_limit whether it must not be exceeded
-  GradientBlocks(std::size_t parameters, std::size_t limit, bool keeps_limit,
+  /// @param poison fills what is let go of with NaN
+  GradientBlocks(std::size_t parameters, std::size_t limit, bool keeps_limit, bool poison,
                  std::pmr::memory_resource* memory)
-      : pool_(limit, !keeps_limit, memory), limit_(limit), blocks_(parameters) {
+      : pool_(limit, !keeps_limit, memory, limit),
+        limit_(limit),
+        poison_(poison),
+        blocks_(parameters) {
     for (std::size_t i = 0; i < parameters; ++i) all_.push_back(i);
   }
 
@@ -38,7 +42,7 @@ class GradientBlocks {
   /// @param name of the parameter
   void open(std::size_t leader, std::size_t bytes, const char* verb, const std::string& name,
             StreamView stream) {
-    if (is_open(leader)) return;
+    if (is_open(leader) || bytes == 0) return;
     const auto block = pool_.take(bytes);
     if (!block) {
       throw PoolExhausted(
@@ -50,15 +54,18 @@ class GradientBlocks {
               "step from the last parameter to the first. Make gradients in that order, or make "
               "pool_bytes larger (or leave it out: the pool then grows as needed)");
     }
-    if (block->ticket != 0) stream.wait(event_of(block->ticket));
     blocks_[leader] = *block;
     taken_ += block->bytes;
+    if (block->ticket != 0) stream.wait(event_of(block->ticket));
   }
 
   /// What reads the gradients of `leaders` now stands in `reader`: what is enqueued there is all
   /// that their memory waits for.
   template <class Leaders>
   void close(const Leaders& leaders, StreamView reader) {
+    if (poison_) {
+      for (const std::size_t leader : leaders) poison_block(blocks_[leader], reader);
+    }
     bool recorded = false;
     for (const std::size_t leader : leaders) {
       Block& block = blocks_[leader];
@@ -71,6 +78,7 @@ class GradientBlocks {
     }
   }
   void close_all(StreamView reader) { close(all_, reader); }
+  [[nodiscard]] bool any_open() const noexcept { return taken_ != 0; }
 
   [[nodiscard]] std::size_t reserved() const noexcept { return pool_.reserved(); }
 
@@ -85,6 +93,7 @@ class GradientBlocks {
 
   BlockPool pool_{};
   std::size_t limit_ = 0;
+  bool poison_ = false;
   std::size_t taken_ = 0;
   std::vector<Block> blocks_{};     ///< by leader; empty where there is none
   std::vector<std::size_t> all_{};  ///< leaders

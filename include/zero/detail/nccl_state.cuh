@@ -35,7 +35,7 @@
 #include "zero/detail/in_process_operation.hpp"
 #include "zero/detail/nccl_error.hpp"
 #include "zero/detail/nccl_memory.hpp"
-#include "zero/detail/nccl_operation.hpp"
+#include "zero/detail/nccl_operation.cuh"
 #include "zero/detail/nccl_scope.hpp"
 #include "zero/error.hpp"
 
