@@ -14,7 +14,6 @@
 
 #include "catch.hpp"
 #include "cuda/archetypes.hpp"
-#include "fake/cuda_runtime.hpp"
 #include "zero/cuda.cuh"
 
 namespace {
