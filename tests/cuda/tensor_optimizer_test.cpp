@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "fake/cuda_runtime.hpp"
+#include "cuda/archetypes.hpp"
 #include "zero/cuda.cuh"
 
 namespace {
@@ -194,6 +194,20 @@ TEST_CASE("A whole-tensor optimizer on a device: 16 bits with masters, and round
 TEST_CASE("A whole-tensor optimizer on a device leaves tensors alone where a step is skipped") {
   const Plan plan{.ranks = 2, .nan_at = 1};
   CHECK(on_device<float>(plan) == on_host<float>(plan));
+}
+
+TEST_CASE("A whole-tensor optimizer on a device: the minimal model gets the mean of gradients") {
+  std::vector<float> seen(2);
+  zero::cuda::run_ranks(2, [&](zero::cuda::InProcessCommunicator& comm) {
+    Model<float> model;
+    const zero::cuda::Stream stream;
+    std::vector store{zero::cuda::ParamRef<float>("p", {600}, model.values[0], model.gradients[0])};
+    zero::ZeroSharded optimizer{archetypes::Follow{}, store, comm, zero::BalancedPartition{}};
+    model.gradients[0][599] = comm.rank() == 0 ? 1.0F : 3.0F;
+    (void)optimizer.step(stream.view()).outcome();
+    seen[static_cast<std::size_t>(comm.rank())] = model.values[0][599];
+  });
+  CHECK(seen == std::vector<float>{2, 2});
 }
 
 TEST_CASE("A whole-tensor optimizer on a device: ranks' options are compared") {

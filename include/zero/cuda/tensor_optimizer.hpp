@@ -26,24 +26,7 @@ namespace zero::cuda {
 /// often each tensor was stepped, **a step waits for the device once**, after gradients have been
 /// summed and looked at; and it can't be captured into a graph.
 ///
-/// A minimal model, descent by steps of one length:
-/// @code
-/// struct NormalizedDescent {
-///   double lr = 1e-3;
-///   static constexpr std::array<std::string_view, 0> slots{};
-///   std::array<double, 1> options() const { return {lr}; }
-///   void update(zero::TensorRef<float> tensor, std::array<std::span<float>, 0>, std::int64_t,
-///               zero::cuda::StreamView stream) const {
-///     const auto policy = thrust::cuda::par_nosync.on(stream.get());
-///     const float* g = tensor.gradient.data();
-///     const double squares = thrust::transform_reduce(policy, g, g + tensor.gradient.size(),
-///                                                     Square{}, 0.0, thrust::plus<double>{});
-///     const float scale = squares > 0 ? float(lr / zero::sqrt(squares)) : 0.0F;
-///     thrust::transform(policy, g, g + tensor.gradient.size(), tensor.values.data(),
-///                       tensor.values.data(), Axpy{-scale});
-///   }
-/// };
-/// @endcode
+/// A minimal model is on the page of `zero::Optimizer`; examples/thrust_optimizer.cu is LAMB.
 template <class O, class T = float>
 concept TensorOptimizer = zero::detail::StepsTensorsIn<O, T, StreamView>;
 

@@ -30,6 +30,9 @@ struct CopyTask {
   const Chunk* chunks;
   std::size_t chunk_count;
   B* bucket;
+  /// Where given, nothing is copied if the step is skipped: a rank that refuses it may have done so
+  /// because its values are not where they were.
+  const StepState* step = nullptr;
 };
 
 inline constexpr unsigned copy_threads = 256;
@@ -59,6 +62,7 @@ __global__ void pack_gradients_kernel(CopyTask<T, B> task) {
 /// @tparam pack whether values go into the bucket, or come out of it
 template <bool pack, Element T>
 __global__ void copy_values_kernel(CopyTask<T> task) {
+  if (task.step != nullptr && task.step->skip != 0) return;
   for (std::size_t c = blockIdx.x; c < task.chunk_count; c += gridDim.x) {
     const Chunk chunk = task.chunks[c];
     const auto& fragment = task.fragments[chunk.fragment];

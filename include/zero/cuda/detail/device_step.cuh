@@ -618,7 +618,7 @@ class DeviceStep {
         if (lane.comes_and_goes(launch.bucket)) return;
         let_wait(talks(), stream);
         state_.observe(Phase::gather, lane.index, launch.bucket,
-                       [&] { of.traffic->gather(launch.bucket); });
+                       [&] { of.traffic->gather(launch.bucket, &device_.data()->step); });
       });
     }
     // Sums are not overwritten before they have been used.

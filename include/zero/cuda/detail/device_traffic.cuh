@@ -137,8 +137,9 @@ class DeviceTraffic {
         kept(bucket).size(), sums, ReduceOp::sum, comm_->stream());
   }
 
-  /// Fetches everybody's slice of a bucket into this rank's values.
-  void gather(std::size_t bucket) {
+  /// Fetches everybody's slice of a bucket into this rank's values, unless the step is skipped.
+  /// @param step in device memory
+  void gather(std::size_t bucket, const StepState* step) {
     const Interval whole = layout_->bucket(lane_->index, bucket);
     if (whole.empty()) return;
     const Interval mine = layout_->slice(lane_->index, bucket, comm_->rank());
@@ -146,13 +147,13 @@ class DeviceTraffic {
     const std::span<T> output(in_place != nullptr ? in_place : buffer_.data(), whole.size());
     const Interval one{bucket, bucket + 1};
     if (in_place == nullptr) {
-      pack_values(copy_task(own_.of(one), buffer_.data()), comm_->stream());
+      pack_values(copy_task(own_.of(one), buffer_.data(), step), comm_->stream());
     }
     gather_slices(*layout_, lane_->index, bucket, *comm_,
                   std::span<const T>(output.subspan(mine.begin - whole.begin, mine.size())), output,
                   counts_);
     if (in_place == nullptr) {
-      unpack_values(copy_task(all_.of(one), buffer_.data()), comm_->stream());
+      unpack_values(copy_task(all_.of(one), buffer_.data(), step), comm_->stream());
     }
   }
 
@@ -220,8 +221,9 @@ class DeviceTraffic {
     return [this](std::size_t parameter) { return lane_->gradients[parameter]; };
   }
   template <class B>
-  [[nodiscard]] static CopyTask<T, B> copy_task(const FragmentRange<T>& range, B* bucket) {
-    return {range.fragments, range.chunks, range.chunk_count, bucket};
+  [[nodiscard]] static CopyTask<T, B> copy_task(const FragmentRange<T>& range, B* bucket,
+                                                const StepState* step = nullptr) {
+    return {range.fragments, range.chunks, range.chunk_count, bucket, step};
   }
 
   /// In one piece, packed where they don't lie so.
