@@ -290,7 +290,10 @@ class Engine {
     if (state_.join != nullptr) {
       refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
     }
-    or_give_up(false, [&] { way_.drain(); });
+    or_give_up(false, [&] {
+      way_.drain();
+      if constexpr (State::on_device) way_.refresh();  // what is made anew begins with that
+    });
     try {
       or_give_up(false,
                  [&] { Builder<State>(state_).append(std::move(options), std::move(refusal)); });

@@ -3,7 +3,6 @@
 /// Where backward writes gradients on a device, until their buckets have been packed.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory_resource>
@@ -31,7 +30,8 @@ class GradientBlocks {
       : pool_(limit, !keeps_limit, memory, limit),
         limit_(limit),
         poison_(poison),
-        blocks_(parameters) {
+        blocks_(parameters),
+        events_(64) {
     for (std::size_t i = 0; i < parameters; ++i) all_.push_back(i);
   }
 
@@ -97,7 +97,7 @@ class GradientBlocks {
   std::size_t taken_ = 0;
   std::vector<Block> blocks_{};     ///< by leader; empty where there is none
   std::vector<std::size_t> all_{};  ///< leaders
-  std::array<Event, 64> events_{};
+  std::vector<Event> events_{};
   std::uint64_t ticket_ = 0;
 };
 
