@@ -14,4 +14,5 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/zeroConfig.cmake.in
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/zeroConfigVersion.cmake
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES ${PROJECT_BINARY_DIR}/zeroConfig.cmake ${PROJECT_BINARY_DIR}/zeroConfigVersion.cmake
+              ${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake
         DESTINATION ${zero_package_dir})

@@ -95,7 +95,8 @@
 #endif
 
 /// Before a loop over a device thread's registers, which have no addresses: none of it may be left.
-#if defined(__CUDACC__)
+/// Only where the device's code is compiled: the host's compiler doesn't know it.
+#if defined(__CUDA_ARCH__)
 #define ZERO_UNROLL _Pragma("unroll")
 #else
 #define ZERO_UNROLL

@@ -59,7 +59,8 @@ struct Settings {
   std::function<double(std::string_view parameter, std::size_t element)> initial_value = {};
   /// Where slots, arenas and staging come from. Must outlive the optimizer and, with a view that
   /// moves parameters, the parameters too. With the default, what peers in other processes read is
-  /// where they can read it in place, if the communicator offers that.
+  /// where they can read it in place, if the communicator offers that. On a device it is device
+  /// memory, by default from CUDA's pool (`zero::cuda::DeviceResource`).
   std::pmr::memory_resource* memory = huge_page_resource();
 };
 

@@ -54,11 +54,11 @@ elseif(WAY STREQUAL "range_v3")
   build_and_run_consumer()
   must_run(${WORK_DIR}/build/views_consumer)
 
-elseif(WAY STREQUAL "mpi")
+elseif(WAY MATCHES "^(mpi|cuda|nccl)$")
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
-  must_run(${configure} -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D ZERO_COMPONENTS=mpi)
+  must_run(${configure} -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D ZERO_COMPONENTS=${WAY})
   build_and_run_consumer()
-  must_run(${WORK_DIR}/build/mpi_consumer)
+  must_run(${WORK_DIR}/build/${WAY}_consumer)
 
 elseif(WAY STREQUAL "range_v3_missing")
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
@@ -71,6 +71,19 @@ elseif(WAY STREQUAL "range_v3_missing")
     message(FATAL_ERROR "A component without its package must be refused by name.")
   endif()
   must_run(${configure} -D ZERO_COMPONENTS=)  # the core asks for nothing
+
+elseif(WAY STREQUAL "cuda_missing")
+  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
+  list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix
+       -D CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON)
+  foreach(component IN ITEMS cuda nccl)
+    execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=${component}
+      RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+    if(status EQUAL 0 OR NOT output MATCHES "component ${component} needs the CUDA[ \n]+Toolkit")
+      message("${output}")
+      message(FATAL_ERROR "A component without its package must be refused by name.")
+    endif()
+  endforeach()
 
 elseif(WAY STREQUAL "bare_compiler")
   # What the README says: no build system, and not one warning.

@@ -1,14 +1,16 @@
 # Users' ways to zero, each tried from scratch in a folder of its own.
-set(ways package subdirectory unknown_component range_v3_missing bare_compiler)
-set(installing_ways package unknown_component range_v3_missing)
+set(ways package subdirectory unknown_component range_v3_missing cuda_missing bare_compiler)
+set(installing_ways package unknown_component range_v3_missing cuda_missing)
 if(TARGET zero::range_v3)
   list(APPEND ways range_v3)
   list(APPEND installing_ways range_v3)
 endif()
-if(TARGET zero::mpi)
-  list(APPEND ways mpi)
-  list(APPEND installing_ways mpi)
-endif()
+foreach(component IN ITEMS mpi cuda nccl)
+  if(TARGET zero::${component})
+    list(APPEND ways ${component})
+    list(APPEND installing_ways ${component})
+  endif()
+endforeach()
 foreach(way IN LISTS ways)
   add_test(NAME consumer.${way}
     COMMAND ${CMAKE_COMMAND} -D WAY=${way} -D ZERO_SOURCE_DIR=${PROJECT_SOURCE_DIR}

@@ -38,8 +38,8 @@ namespace detail {
     case cudaErrorNoDevice:
       return "; there is no GPU that this process may use: see nvidia-smi and CUDA_VISIBLE_DEVICES";
     case cudaErrorInsufficientDriver:
-      return "; the driver is older than this program's CUDA runtime: update the driver, or build "
-             "with an older toolkit";
+      return "; there is no NVIDIA driver, or one that is older than this program's CUDA runtime: "
+             "install or update it (nvidia-smi shows it), or build with an older toolkit";
     case cudaErrorMemoryAllocation:
       return "; the device has too little memory left: use more ranks, smaller buckets or 16-bit "
              "types, or free what else is there";

@@ -105,7 +105,7 @@ class DeviceArray {
 
 namespace zero::detail {
 
-/// Blocks the host, and takes it that nothing in any stream still writes what is read.
+/// Blocks the host. What is read nothing in any stream still writes: that is what `settle` is for.
 template <>
 struct Space<MemorySpace::cuda> {
   template <class T>
@@ -116,6 +116,7 @@ struct Space<MemorySpace::cuda> {
     return given == huge_page_resource() ? cuda::device_resource() : given;
   }
 
+  static void settle() { cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
   /// Where memory lies that kernels can't use here.
   [[nodiscard]] static std::string unusable(const void* array) {
     cudaPointerAttributes found{};

@@ -134,6 +134,7 @@ class Builder {
   }
 
   void reload_masters() {
+    Memory::settle();
     state_.for_each_lane([&](auto& lane) {
       using Lane = std::remove_cvref_t<decltype(lane)>;
       if constexpr (Lane::storage::has_master) read_masters(lane, *state_.layout, 0);
@@ -189,6 +190,7 @@ class Builder {
  private:
   /// @param first what comes before it is known already
   void inspect(const std::vector<Opt>& all_groups, std::size_t first, Inspection& seen) {
+    Memory::settle();
     const bool may_be_empty =
         View::values == Residency::arena && static_cast<bool>(state_.settings.initial_value);
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen,
@@ -241,16 +243,19 @@ class Builder {
   }
 
   /// Refuses a pool that some gradient alone has no room in.
-  void require_pool(const Inspection& seen) {
-    const std::size_t pool = pool_bytes(state_.stage);
-    const bool reduces = !state_.alone() && state_.settings.gradients == Gradients::local;
-    if (!State::pools_gradients || pool == 0 || !reduces) return;
-    for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
-      const std::size_t bytes = seen.parameters[i].elements * seen.parameters[i].element_bytes;
-      if (!stands_alone(seen.parameters, i) || bytes <= pool) continue;
-      refuse_parameter(seen, i,
-                       "has a gradient of " + std::to_string(bytes) + " bytes, but pool_bytes is " +
-                           std::to_string(pool) + "; make it larger, or leave it out");
+  void require_pool([[maybe_unused]] const Inspection& seen) {
+    if constexpr (State::pools_gradients) {
+      const std::size_t pool = pool_bytes(state_.stage);
+      const bool reduces = !state_.alone() && state_.settings.gradients == Gradients::local;
+      if (pool == 0 || !reduces) return;
+      for (std::size_t i = 0; i < seen.parameters.size(); ++i) {
+        const std::size_t bytes = seen.parameters[i].elements * seen.parameters[i].element_bytes;
+        if (!stands_alone(seen.parameters, i) || bytes <= pool) continue;
+        refuse_parameter(seen, i,
+                         "has a gradient of " + std::to_string(bytes) +
+                             " bytes, but pool_bytes is " + std::to_string(pool) +
+                             "; make it larger, or leave it out");
+      }
     }
   }
 

@@ -33,6 +33,8 @@ struct Space<MemorySpace::host> {
     return given;
   }
 
+  /// What callers have begun to write has been written.
+  static void settle() {}
   /// Where an array of the caller's lies, if that is wrong, and what to do about it; or nothing.
   [[nodiscard]] static std::string unusable(const void*) { return {}; }
 

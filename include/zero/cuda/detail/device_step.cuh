@@ -155,8 +155,8 @@ class DeviceStep {
     counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
     groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
     uploaded_ = 0;
-    float_steps_ = Steps<float, floats>(count, memory);
-    double_steps_ = Steps<double, doubles>(count, memory);
+    float_steps_ = Steps<float, floats>(floats ? count : 0, memory);
+    double_steps_ = Steps<double, doubles>(doubles ? count : 0, memory);
     words_ = cuda::detail::message_words(count);
     message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
     messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
@@ -284,13 +284,14 @@ class DeviceStep {
     return sum;
   }
 
-  /// Reduces the round's remaining buckets for nothing, and waits for all that is under way.
+  /// Reduces the round's remaining buckets for nothing, waits for all that is under way, and shows
+  /// where it has led.
   void drain() {
     if (reduces()) {
       begin_round();
       while (order_.any_left()) start_next_reduce();
     }
-    synchronize();
+    refresh();
   }
 
   /// Blocks the host until nothing is under way, and shows the state where the device stands.

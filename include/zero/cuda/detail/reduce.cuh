@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "zero/communicator.hpp"
 #include "zero/config.hpp"
@@ -18,14 +19,29 @@
 
 namespace zero::cuda::detail {
 
-/// How many arrays a launch can take: their addresses travel as arguments, of which every device
-/// takes 4 KiB.
+/// How many arrays a launch can take by address: addresses travel as arguments, of which every
+/// device takes 4 KiB.
 inline constexpr std::size_t max_reduce_sources = 480;
 
-/// The arrays' first elements, in rank order.
+/// Arrays anywhere, in rank order.
 template <class T, unsigned capacity>
-struct ReduceSources {
-  const T* at[capacity];
+struct ScatteredSources {
+  const T* first[capacity];
+
+  [[nodiscard]] ZERO_HOST_DEVICE const T* operator()(unsigned rank) const { return first[rank]; }
+};
+
+/// What a rank has and what its peers sent, one behind the other, without its own.
+template <class T>
+struct ReceivedSources {
+  const T* own;
+  const T* others;
+  std::size_t stride;  ///< elements from one peer's to the next one's
+  unsigned rank;
+
+  [[nodiscard]] ZERO_HOST_DEVICE const T* operator()(unsigned r) const {
+    return r == rank ? own : others + (r < rank ? r : r - 1) * stride;
+  }
 };
 
 /// Elements in 16 bytes.
@@ -54,10 +70,10 @@ struct alignas(sizeof(Out) < sizeof(T) ? sizeof(Out) * reduce_lanes<T> : 16) Red
 };
 
 /// @param head elements before the first whole 16 bytes, which all arrays have in the same place
-template <Element T, Element Out, unsigned capacity>
-__global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity> sources,
-                              unsigned ranks, std::size_t head, std::size_t count, Out* out,
-                              ReduceOp op) {
+template <Element T, Element Out, class Sources>
+__global__ void reduce_kernel(const __grid_constant__ Sources sources, unsigned ranks,
+                              std::size_t head, std::size_t count, Out* out, ReduceOp op,
+                              arithmetic_t<T> scale) {
   static_assert(16 % sizeof(T) == 0, "elements of 1, 2, 4, 8 or 16 bytes");
   constexpr std::size_t lanes = reduce_lanes<T>;
   const std::size_t first = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -69,7 +85,7 @@ __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity>
     const std::size_t i = head + pack * lanes;
     arithmetic_t<T> reduced[lanes];
     for (unsigned r = 0; r < ranks; ++r) {
-      const auto loaded = *reinterpret_cast<const ReducePack<T>*>(sources.at[r] + i);
+      const auto loaded = *reinterpret_cast<const ReducePack<T>*>(sources(r) + i);
       for (std::size_t j = 0; j < lanes; ++j) {
         const arithmetic_t<T> x = zero::detail::load_element(loaded.lane[j]);
         reduced[j] = r == 0 ? x : reduce_step(op, reduced[j], x);
@@ -77,7 +93,7 @@ __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity>
     }
     ReducedPack<T, Out> rounded;
     for (std::size_t j = 0; j < lanes; ++j) {
-      rounded.lane[j] = zero::detail::round_to<Out, Rounding::nearest>(reduced[j]);
+      rounded.lane[j] = zero::detail::round_to<Out, Rounding::nearest>(reduced[j] * scale);
     }
     *reinterpret_cast<ReducedPack<T, Out>*>(out + i) = rounded;
   }
@@ -86,30 +102,27 @@ __global__ void reduce_kernel(const __grid_constant__ ReduceSources<T, capacity>
   const std::size_t singles = head + (count - tail);
   for (std::size_t single = first; single < singles; single += stride) {
     const std::size_t i = single < head ? single : single - head + tail;
-    arithmetic_t<T> reduced = zero::detail::load_element(sources.at[0][i]);
+    arithmetic_t<T> reduced = zero::detail::load_element(sources(0)[i]);
     for (unsigned r = 1; r < ranks; ++r) {
-      reduced = reduce_step(op, reduced, zero::detail::load_element(sources.at[r][i]));
+      reduced = reduce_step(op, reduced, zero::detail::load_element(sources(r)[i]));
     }
-    out[i] = zero::detail::round_to<Out, Rounding::nearest>(reduced);
+    out[i] = zero::detail::round_to<Out, Rounding::nearest>(reduced * scale);
   }
 }
 
-template <Element T, Element Out, unsigned capacity, class Source>
-void launch_reduce(unsigned ranks, Source source, std::size_t count, Out* out, ReduceOp op,
-                   StreamView stream) {
+template <Element T, Element Out, class Sources>
+void launch_reduce(const Sources& sources, unsigned ranks, std::size_t count, Out* out, ReduceOp op,
+                   arithmetic_t<T> scale, StreamView stream) {
   constexpr std::size_t bytes = sizeof(ReducePack<T>);
   const auto misalignment = [](const void* x) {
     return reinterpret_cast<std::uintptr_t>(x) % bytes;
   };
-  ReduceSources<T, capacity> sources{};
-  bool alike = true;
-  for (unsigned r = 0; r < ranks; ++r) {
-    sources.at[r] = source(r);
-    alike = alike && misalignment(sources.at[r]) == misalignment(sources.at[0]);
-  }
-  const std::size_t before = (bytes - misalignment(sources.at[0])) % bytes / sizeof(T);
-  alike = alike && misalignment(sources.at[0]) % sizeof(T) == 0 &&
-          reinterpret_cast<std::uintptr_t>(out + before) % alignof(ReducedPack<T, Out>) == 0;
+  const std::size_t first = misalignment(sources(0));
+  bool alike = first % sizeof(T) == 0;
+  for (unsigned r = 1; r < ranks; ++r) alike = alike && misalignment(sources(r)) == first;
+  const std::size_t before = (bytes - first) % bytes / sizeof(T);
+  alike =
+      alike && reinterpret_cast<std::uintptr_t>(out + before) % alignof(ReducedPack<T, Out>) == 0;
   const std::size_t head = alike ? std::min(before, count) : count;
 
   constexpr unsigned threads = 256, most_blocks = 2048;
@@ -117,22 +130,34 @@ void launch_reduce(unsigned ranks, Source source, std::size_t count, Out* out, R
   const std::size_t items = std::max(packs, count - packs * reduce_lanes<T>);
   const auto blocks =
       static_cast<unsigned>(std::min<std::size_t>((items + threads - 1) / threads, most_blocks));
-  launch("reduce", &reduce_kernel<T, Out, capacity>, {blocks, threads}, stream, sources, ranks,
-         head, count, out, op);
+  launch("reduce", &reduce_kernel<T, Out, Sources>, {blocks, threads}, stream, sources, ranks, head,
+         count, out, op, scale);
 }
 
-/// Enqueues `out[i] = ((x0[i] + x1[i]) + x2[i]) + …` (or minimum, maximum) for all `count`
-/// elements, in `arithmetic_t<T>`, rounded to `Out` once, to nearest. `source(r)` is where array r
-/// of `ranks` starts. `out` is disjoint from every array or is exactly one of them. Throws
-/// `CudaError`.
+/// Enqueues `out[i] = (((x0[i] + x1[i]) + x2[i]) + …) * scale` (or minimum, maximum) for all
+/// `count` elements, in `arithmetic_t<T>`, rounded to `Out` once, to nearest. `source(r)` is where
+/// array r of `ranks`, at most `max_reduce_sources`, starts. `out` is disjoint from every array or
+/// is exactly one of them. Throws `CudaError`.
 /// @tparam Out `T`, or its arithmetic type
 template <Element T, Element Out, class Source>
 void reduce(std::size_t ranks, Source source, std::size_t count, Out* out, ReduceOp op,
             StreamView stream) {
+  const auto run = [&]<unsigned capacity>(std::integral_constant<unsigned, capacity>) {
+    ScatteredSources<T, capacity> sources{};
+    for (unsigned r = 0; r < ranks; ++r) sources.first[r] = source(r);
+    launch_reduce<T>(sources, static_cast<unsigned>(ranks), count, out, op, arithmetic_t<T>(1),
+                     stream);
+  };
   constexpr unsigned few = 16;
-  const auto k = static_cast<unsigned>(ranks);
-  if (k <= few) return launch_reduce<T, Out, few>(k, source, count, out, op, stream);
-  launch_reduce<T, Out, max_reduce_sources>(k, source, count, out, op, stream);
+  if (ranks <= few) return run(std::integral_constant<unsigned, few>{});
+  run(std::integral_constant<unsigned, max_reduce_sources>{});
+}
+
+/// The same of what was received, from any number of ranks.
+template <Element T>
+void reduce_received(const ReceivedSources<T>& sources, std::size_t ranks, std::size_t count,
+                     T* out, ReduceOp op, arithmetic_t<T> scale, StreamView stream) {
+  launch_reduce<T>(sources, static_cast<unsigned>(ranks), count, out, op, scale, stream);
 }
 
 }  // namespace zero::cuda::detail
