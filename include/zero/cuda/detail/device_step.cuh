@@ -234,6 +234,7 @@ class DeviceStep {
   void open(std::size_t leader, const char* verb, bool, StreamView stream = {}) {
     begin_round();
     const ParameterInfo& info = state_.parameters[leader];
+    blocks_.note_capture(captures(stream));
     blocks_.open(leader, info.elements * info.element_bytes, verb, state_.name_of(leader), stream);
   }
   [[nodiscard]] std::byte* pooled_gradient(std::size_t leader) const {
@@ -605,7 +606,7 @@ class DeviceStep {
         update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
       });
       // Sums are not overwritten before they have been used.
-      if (!state_.alone() || reduces()) let_wait(talks(), stream);
+      if (!state_.alone() || (reduces() && !captures(stream))) let_wait(talks(), stream);
       return;
     }
     for (std::size_t k = 0; k < order_.size(); ++k) {

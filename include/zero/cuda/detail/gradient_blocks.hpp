@@ -38,6 +38,12 @@ class GradientBlocks {
   [[nodiscard]] bool is_open(std::size_t leader) const { return blocks_[leader].memory != nullptr; }
   [[nodiscard]] std::byte* memory(std::size_t leader) const { return blocks_[leader].memory; }
 
+  /// Whether what comes now is captured into a graph. Between the two nothing can wait: that is the
+  /// concern of whoever launches the graph.
+  void note_capture(bool captures) noexcept {
+    if (captures != std::exchange(captures_, captures)) pool_.forget_tickets();
+  }
+
   /// Memory for a parameter's gradient, which `stream` may write to. Throws `PoolExhausted`.
   /// @param name of the parameter
   void open(std::size_t leader, std::size_t bytes, const char* verb, const std::string& name,
@@ -94,6 +100,7 @@ class GradientBlocks {
   BlockPool pool_{};
   std::size_t limit_ = 0;
   bool poison_ = false;
+  bool captures_ = false;
   std::size_t taken_ = 0;
   std::vector<Block> blocks_{};     ///< by leader; empty where there is none
   std::vector<std::size_t> all_{};  ///< leaders
