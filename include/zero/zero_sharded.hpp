@@ -401,11 +401,12 @@ class ZeroSharded {
     engine_->step(stream);
     return engine_->way().last_step();
   }
-  /// Of a device: waits for all that was enqueued, and tells what the last step came to.
-  [[nodiscard]] Outcome last_outcome()
+  /// Of a device: waits for all that was enqueued, and for what `stream` holds, into which graphs of
+  /// captured steps may have been launched; tells what the last step came to.
+  [[nodiscard]] Outcome last_outcome(Stream stream = {})
     requires on_device
   {
-    return engine_->way().last_outcome();
+    return engine_->way().last_outcome(stream);
   }
 
   /// Collective: `zero::join` of this optimizer, for ranks with unlike numbers of batches; see

@@ -338,8 +338,11 @@ class DeviceStep {
   [[nodiscard]] const double* loss_scale() const {
     return &device_.data()->report.scale.loss_scale;
   }
-  /// Blocks the host until nothing is under way.
-  [[nodiscard]] Outcome last_outcome() {
+  /// Blocks the host until nothing is under way, in `stream` neither, where graphs may be.
+  [[nodiscard]] Outcome last_outcome(StreamView stream) {
+    cuda::Event& launched = turns_[turn_++ % turns_.size()];
+    launched.record(stream);
+    wait_for(launched);
     synchronize();
     cuda::detail::DeviceState state;
     State::Memory::copy(device_.data(), 1, &state);
@@ -612,14 +615,16 @@ class DeviceStep {
 
   /// Where values are gathered, a bucket is as soon as it is updated.
   void update_and_gather(StreamView stream) {
-    if (!State::Stage::shards_state || state_.world() == 1) {
-      for_each_lane([&](auto& lane, auto& of) {
-        update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
-      });
-      // Sums are not overwritten before they have been used.
-      if (!state_.alone() || (reduces() && !captures(stream))) let_wait(talks(), stream);
-      return;
+    if constexpr (State::Stage::shards_state) {
+      if (state_.world() > 1) return gather_updated(stream);
     }
+    for_each_lane([&](auto& lane, auto& of) {
+      update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
+    });
+    // Sums are not overwritten before they have been used.
+    if (!state_.alone() || (reduces() && !captures(stream))) let_wait(talks(), stream);
+  }
+  void gather_updated(StreamView stream) {
     for (std::size_t k = 0; k < order_.size(); ++k) {
       const Launch& launch = order_[k];
       with_lane(launch.lane, [&](auto& lane, auto& of) {
