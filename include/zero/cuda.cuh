@@ -11,6 +11,8 @@
 #include "zero/cuda/memory.hpp"
 #include "zero/cuda/optim.cuh"
 #include "zero/cuda/param_ref.hpp"
+#include "zero/cuda/shaped_param.hpp"
 #include "zero/cuda/step.hpp"
 #include "zero/cuda/stream.hpp"
+#include "zero/cuda/tensor_optimizer.hpp"
 #include "zero/zero.hpp"

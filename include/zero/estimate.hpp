@@ -156,7 +156,7 @@ struct EstimatePolicies {
   static_assert(AllElements<Store, IsStored>::value,
                 "zero: an element type must be float or double, or 16 bits of a format that zero "
                 "knows (float16, bfloat16); see zero/element.hpp");
-  static_assert(AllElements<Store, IsOptimizer<Opt>>::value,
+  static_assert(AllElements<Store, IsOptimizer<Opt, space_of<Store>()>>::value,
                 "zero: the optimizer must be an update rule or a whole-tensor optimizer for every "
                 "element type of the store; see zero/optimizer.hpp");
   static_assert(!AnyWholeTensor<Opt, Store>::value || !CuttingPartition<Partition>,

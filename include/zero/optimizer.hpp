@@ -80,6 +80,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <ranges>
 #include <span>
 #include <string_view>
 #include <type_traits>
@@ -155,6 +156,20 @@ template <class O>
 concept HasOptionalSlots = requires(const O& optimizer) {
   { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
 };
+
+/// Has numbers for ranks to compare, where the host can't try out what they do.
+template <class O>
+concept HasComparableOptions = requires(const O& optimizer) {
+  requires std::ranges::input_range<decltype(optimizer.options())>;
+  requires std::same_as<std::ranges::range_value_t<decltype(optimizer.options())>, double>;
+};
+
+/// Of a device, whose streams are of type `Stream`: see zero/cuda/tensor_optimizer.hpp.
+template <class O, class T, class Stream>
+concept StepsTensorsIn =
+    std::copyable<O> && NamesSlots<O> && HasComparableOptions<O> &&
+    requires(const O& optimizer, TensorRef<T> tensor, std::array<std::span<T>, slot_count<O>> slots,
+             std::int64_t t) { optimizer.update(tensor, slots, t, std::declval<Stream>()); };
 
 template <class O>
 concept HasWorkspace = requires(const O& optimizer, std::span<const std::size_t> shape) {

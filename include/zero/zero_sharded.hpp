@@ -137,7 +137,8 @@ class AccumulationScope {
 /// freed once a verb has thrown.) A moved-from optimizer can only be destroyed or assigned to;
 /// leases and `accumulate()` scopes end before their optimizer does.
 ///
-/// @tparam Opt an `UpdateRule` or a `WholeTensorOptimizer` for every element type of the store
+/// @tparam Opt an `UpdateRule` or a `WholeTensorOptimizer` for every element type of the store; of
+///         whole tensors on a device a `cuda::TensorOptimizer`
 /// @tparam Store a `ParamStore`, or a reference to one
 /// @tparam Comm a `Communicator` for every element type of the store, or a reference to one
 template <class Opt, class Store = std::vector<ParamRef<float>>, class Comm = InProcessCommunicator,
@@ -156,10 +157,17 @@ class ZeroSharded {
   static_assert(detail::AllElements<store_type, detail::IsStored>::value,
                 "zero: an element type must be float or double, or 16 bits of a format that zero "
                 "knows (float16, bfloat16); see zero/element.hpp");
-  static_assert(detail::AllElements<store_type, detail::IsOptimizer<Opt>>::value,
+  static_assert(detail::AllElements<
+                    store_type, detail::IsOptimizer<Opt, detail::space_of<store_type>()>>::value,
                 "zero: the optimizer must be an update rule (slots, scalars<Real>(t), an update "
                 "that is generic in its numbers) or a whole-tensor optimizer for every element "
                 "type of the store; see zero/optimizer.hpp");
+  static_assert(
+      detail::AllElements<store_type,
+                          detail::ReachesTensors<Opt, detail::space_of<store_type>()>>::value,
+      "zero: this whole-tensor optimizer steps tensors in host memory, but the store's lie in CUDA "
+      "memory; give it an update that takes a stream, and options(), as "
+      "zero/cuda/tensor_optimizer.hpp says, or use an update rule");
   static_assert(PartitionPolicy<Partition>,
                 "zero: the partition must model zero::PartitionPolicy; see zero/partition.hpp");
   static_assert(!detail::AnyWholeTensor<Opt, store_type>::value || !CuttingPartition<Partition>,

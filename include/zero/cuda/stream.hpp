@@ -26,6 +26,12 @@ class StreamView {
 
   /// What is enqueued from now on comes after what `event` was recorded behind.
   void wait(const Event& event) const;
+  /// cudaErrorNotReady while the stream is not idle; likewise not left for cudaGetLastError.
+  [[nodiscard]] cudaError_t query() const noexcept {
+    const cudaError_t code = cudaStreamQuery(stream_);
+    if (code == cudaErrorNotReady) (void)cudaGetLastError();
+    return code;
+  }
   /// Blocks the host until the stream is idle.
   void synchronize() const { check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
 
@@ -82,10 +88,17 @@ class Event {
   /// Whether what it was last recorded behind is done; true where it never was recorded. Throws the
   /// `CudaError` of what failed before it.
   [[nodiscard]] bool done() const {
-    const cudaError_t code = cudaEventQuery(event_);
+    const cudaError_t code = query();
     if (code == cudaErrorNotReady) return false;
     check(code, "cudaEventQuery");
     return true;
+  }
+  /// cudaErrorNotReady while it is not done; it is not left for the next cudaGetLastError, where
+  /// the caller's own code would take it for a failure.
+  [[nodiscard]] cudaError_t query() const noexcept {
+    const cudaError_t code = cudaEventQuery(event_);
+    if (code == cudaErrorNotReady) (void)cudaGetLastError();
+    return code;
   }
   /// Blocks the host.
   void synchronize() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }

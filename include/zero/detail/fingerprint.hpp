@@ -18,12 +18,27 @@
 namespace zero::detail {
 
 /// What an optimizer makes of a few numbers, large, tiny and zero, in its first steps and in step
-/// `t`: ranks whose options differ differ in it.
+/// `t`: ranks whose options differ differ in it. Of one that steps on a device, the options
+/// themselves.
 template <class Opt>
 class Fingerprint {
  public:
   std::uint64_t operator()(const Opt& optimizer, std::int64_t t) {
     Hash hash;
+    if constexpr (!Optimizer<Opt, double> && !Optimizer<Opt, float>) {  // of a device alone
+      for (const double option : optimizer.options()) hash.add(&option, sizeof option);
+      return hash.value();
+    } else {
+      add_effects(hash, optimizer, t);
+      return hash.value();
+    }
+  }
+
+ private:
+  static constexpr bool in_double = Optimizer<Opt, double>;
+  using Real = std::conditional_t<in_double, double, float>;
+
+  void add_effects(Hash& hash, const Opt& optimizer, std::int64_t t) {
     for (const Real scale : {Real(1), Real(1e-9), Real(0)}) {
       std::array<Real, 4> values{Real(0.7), Real(-0.3), Real(0.2), Real(0.9)};
       std::array<std::array<Real, 4>, slot_count<Opt>> slots{};
@@ -38,12 +53,7 @@ class Fingerprint {
       update(Real(0.001), t);
       for (const auto& slot : slots) hash.add(&slot, sizeof slot);
     }
-    return hash.value();
   }
-
- private:
-  static constexpr bool in_double = Optimizer<Opt, double>;
-  using Real = std::conditional_t<in_double, double, float>;
 
   template <class Slots>
   void step_once(const Opt& optimizer, std::array<Real, 4>& values,

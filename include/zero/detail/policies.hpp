@@ -178,18 +178,52 @@ struct IsStored {
   template <class T>
   static constexpr bool holds = std::same_as<arithmetic_t<T>, T> || is_16_bit<T>;
 };
-template <class Opt>
-struct IsOptimizer {
-  template <class T>
-  static constexpr bool holds = Optimizer<Opt, arithmetic_t<T>>;
+template <ParamStore S>
+consteval MemorySpace space_of() {
+  return memory_space_of<parameter_t<S>>;
+}
+template <class S>
+consteval MemorySpace space_of() {
+  return MemorySpace::host;
+}
+/// Of a space that zero doesn't know here, no stream.
+template <MemorySpace space>
+struct StreamOf {
+  using type = void;
 };
-template <class Opt>
+template <MemorySpace space>
+  requires KnownSpace<space>
+struct StreamOf<space> {
+  using type = typename Space<space>::Stream;
+};
+/// Whether `Opt` steps complete tensors that lie in this memory.
+template <class Opt, MemorySpace space>
 struct IsWholeTensor {
   template <class T>
-  static constexpr bool holds = WholeTensorOptimizer<Opt, arithmetic_t<T>>;
+  static constexpr bool holds = [] {
+    if constexpr (space == MemorySpace::host) {
+      return WholeTensorOptimizer<Opt, arithmetic_t<T>>;
+    } else {
+      return StepsTensorsIn<Opt, arithmetic_t<T>, typename StreamOf<space>::type>;
+    }
+  }();
 };
 template <class Opt, class Store>
-using AnyWholeTensor = AnyElement<Store, IsWholeTensor<Opt>>;
+using AnyWholeTensor = AnyElement<Store, IsWholeTensor<Opt, space_of<Store>()>>;
+/// Either kind, wherever it steps tensors.
+template <class Opt, MemorySpace space>
+struct IsOptimizer {
+  template <class T>
+  static constexpr bool holds =
+      Optimizer<Opt, arithmetic_t<T>> || IsWholeTensor<Opt, space>::template holds<T>;
+};
+/// Not of complete tensors in other memory.
+template <class Opt, MemorySpace space>
+struct ReachesTensors {
+  template <class T>
+  static constexpr bool holds =
+      !WholeTensorOptimizer<Opt, arithmetic_t<T>> || IsWholeTensor<Opt, space>::template holds<T>;
+};
 template <class Precision>
 struct IsPrecision {
   template <class T>

@@ -84,12 +84,13 @@ template <class Rule, class A>
 using scalars_of = decltype(std::declval<const Rule&>().template scalars<A>(std::int64_t{1}));
 
 struct NoScalars {};
-/// The same, where some parameter is computed in `A`.
+/// The same, where some parameter is computed in `A`. Whole-tensor optimizers have none.
 template <class Rule, class A, bool needed>
 struct ScalarsIf {
   using type = NoScalars;
 };
 template <class Rule, class A>
+  requires UpdateRule<Rule, A>
 struct ScalarsIf<Rule, A, true> {
   using type = scalars_of<Rule, A>;
 };
@@ -249,12 +250,14 @@ class Decision {
   }
 
   template <class A>
-  __device__ void write(ParameterStep<scalars_of<Rule, A>>& to, std::size_t i, std::size_t group,
-                        bool steps) const {
+  __device__ void write(ParameterStep<typename ScalarsIf<Rule, A, true>::type>& to, std::size_t i,
+                        [[maybe_unused]] std::size_t group, bool steps) const {
     to.stepping = steps ? 1 : 0;
     if (!steps) return;
     to.t = task_.counts[i];
-    to.scalars = task_.groups[group].template scalars<A>(task_.counts[i]);
+    if constexpr (UpdateRule<Rule, A>) {
+      to.scalars = task_.groups[group].template scalars<A>(task_.counts[i]);
+    }
   }
 
   const Task& task_;

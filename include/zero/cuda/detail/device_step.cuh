@@ -28,6 +28,7 @@
 #include "zero/cuda/detail/gradient_blocks.hpp"
 #include "zero/cuda/detail/look.cuh"
 #include "zero/cuda/detail/step_reports.hpp"
+#include "zero/cuda/detail/tensor_step.cuh"
 #include "zero/cuda/detail/update.cuh"
 #include "zero/cuda/memory.hpp"
 #include "zero/cuda/step.hpp"
@@ -37,6 +38,7 @@
 #include "zero/detail/lane.hpp"
 #include "zero/detail/lane_room.hpp"
 #include "zero/detail/launch_order.hpp"
+#include "zero/detail/rounding.hpp"
 #include "zero/detail/storage.hpp"
 #include "zero/detail/units.hpp"
 #include "zero/element.hpp"
@@ -58,7 +60,8 @@ inline constexpr bool computes_in<A, TypeList<T...>> = (std::is_same_v<arithmeti
 /// Two streams: the communicator's, in which gradients are packed, reduced and gathered, bucket
 /// after bucket in one fixed order, the same on all ranks; and the caller's, in which sums are
 /// looked at, the step is decided upon, and the shard is updated. What ranks tell each other
-/// travels as one more gather, so the host learns of skipped steps only when it asks.
+/// travels as one more gather, so the host learns of skipped steps only when it asks. (But for
+/// whole-tensor optimizers, which the host calls: it waits for the decision then.)
 template <class State>
 class DeviceStep {
   using Opt = typename State::optimizer_type;
@@ -77,8 +80,10 @@ class DeviceStep {
   static constexpr bool floats = computes_in<float, typename State::elements>;
   static constexpr bool doubles = computes_in<double, typename State::elements>;
   template <class A, bool needed>
-  using Steps = cuda::DeviceArray<
-      cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>>;
+  using StepOf =
+      cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>;
+  template <class A, bool needed>
+  using Steps = cuda::DeviceArray<StepOf<A, needed>>;
 
   struct NoUnits {
     explicit NoUnits(State&) {}
@@ -157,6 +162,10 @@ class DeviceStep {
     uploaded_ = 0;
     float_steps_ = Steps<float, floats>(floats ? count : 0, memory);
     double_steps_ = Steps<double, doubles>(doubles ? count : 0, memory);
+    if constexpr (State::steps_tensors) {
+      float_steps_on_host_.resize(float_steps_.size());
+      double_steps_on_host_.resize(double_steps_.size());
+    }
     words_ = cuda::detail::message_words(count);
     message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
     messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
@@ -351,6 +360,7 @@ class DeviceStep {
 
   StepEnd enqueue_step(const std::string& refusal, bool& updating, StreamView stream) {
     if (!refusal.empty() && state_.alone()) throw AgreedRefusal(refusal);
+    if constexpr (State::steps_tensors) require_no_capture(stream);
     if (!state_.alone()) state_.comm().check();
     if constexpr (State::Stage::shards_values) {
       units_.check();
@@ -382,6 +392,7 @@ class DeviceStep {
       let_wait(stream, talks());
     }
     decide(stream);
+    if constexpr (State::steps_tensors) learn_decision(stream);
     update_and_gather(stream);
     if constexpr (State::pools_gradients) {
       if (!reduces()) blocks_.close_all(stream);
@@ -625,8 +636,70 @@ class DeviceStep {
     let_wait(stream, talks());
   }
 
+  static void require_no_capture(StreamView stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream.get(), &capture), "cudaStreamIsCapturing");
+    if (capture == cudaStreamCaptureStatusNone) return;
+    throw UsageError(
+        "step: a whole-tensor optimizer waits for the device, so its step can't be captured into a "
+        "graph; step it outside, or use an update rule");
+  }
+
+  /// Blocks the host until it knows what steps, and how often it was.
+  void learn_decision(StreamView stream) {
+    cuda::Event& decided = turns_[turn_++ % turns_.size()];
+    decided.record(stream);
+    wait_for(decided);
+    using Memory = typename State::Memory;
+    Memory::copy(&device_.data()->step, 1, &step_on_host_);
+    if (step_on_host_.skip != 0) return;
+    if constexpr (floats) {
+      Memory::copy(float_steps_.data(), float_steps_.size(), float_steps_on_host_.data());
+    }
+    if constexpr (doubles) {
+      Memory::copy(double_steps_.data(), double_steps_.size(), double_steps_on_host_.data());
+    }
+  }
+
+  template <class A>
+  [[nodiscard]] const auto& steps_on_host() const {
+    if constexpr (std::is_same_v<A, double>) {
+      return double_steps_on_host_;
+    } else {
+      return float_steps_on_host_;
+    }
+  }
+
+  template <class Lane, class Of>
+  void update_tensors(Lane& lane, Of& of, Interval buckets, StreamView stream) {
+    using S = typename Lane::storage;
+    if (step_on_host_.skip != 0) return;
+    if (!reduces()) (void)range_of(lane, of.kept, buckets, stream);  // finds gradients
+    for (const auto& tensor : of.kept.on_host(buckets)) {
+      const auto& step = steps_on_host<typename Lane::arithmetic>()[tensor.parameter];
+      if (step.stepping == 0) continue;
+      const ParameterInfo& info = state_.parameters[tensor.parameter];
+      NoiseKey noise{};
+      if constexpr (S::rounding == Rounding::stochastic) {
+        noise =
+            noise_key(state_.precision.seed, static_cast<std::uint64_t>(step.t), tensor.parameter);
+      }
+      cuda::detail::step_tensor(state_.groups[info.group], step.t, lane, tensor, sums_of(lane),
+                                &device_.data()->step, noise,
+                                std::span<const std::size_t>(info.shape), stream);
+    }
+  }
+
   template <class Lane, class Of>
   void update(Lane& lane, Of& of, Interval buckets, StreamView stream) {
+    if constexpr (State::steps_tensors) {
+      update_tensors(lane, of, buckets, stream);
+    } else {
+      update_elements(lane, of, buckets, stream);
+    }
+  }
+  template <class Lane, class Of>
+  void update_elements(Lane& lane, Of& of, Interval buckets, StreamView stream) {
     const auto range = range_of(lane, of.kept, buckets, stream);
     cuda::detail::UpdateTask<Opt, typename Lane::storage> task{};
     task.fragments = range.fragments;
@@ -775,6 +848,10 @@ class DeviceStep {
   std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
   Steps<float, floats> float_steps_{};
   Steps<double, doubles> double_steps_{};
+  // Of whole-tensor optimizers.
+  cuda::detail::StepState step_on_host_{};
+  std::vector<StepOf<float, floats>> float_steps_on_host_{};
+  std::vector<StepOf<double, doubles>> double_steps_on_host_{};
   std::size_t words_ = 0;
   std::vector<std::uint32_t> words_to_send_{};
   cuda::DeviceArray<std::uint32_t> message_{};

@@ -85,6 +85,11 @@ class FragmentTable {
            stream);
   }
 
+  /// As the host knows them.
+  [[nodiscard]] std::span<const DeviceFragment<T>> on_host(Interval buckets) const {
+    const std::size_t begin = first_fragment_[buckets.begin];
+    return std::span(host_).subspan(begin, first_fragment_[buckets.end] - begin);
+  }
   [[nodiscard]] FragmentRange<T> of(Interval buckets) const {
     const std::size_t begin = first_chunk_[buckets.begin];
     return {fragments_.data(), chunks_.data() + begin, first_chunk_[buckets.end] - begin};

@@ -65,8 +65,7 @@ class InProcessFlights {
   /// passed, later calls don't wait. For a rank whose memory peers may still read.
   void settle(const Event& event) noexcept {
     if (stuck_) return;
-    stuck_ =
-        !until(state_->timeout(), [&] { return cudaEventQuery(event.get()) != cudaErrorNotReady; });
+    stuck_ = !until(state_->timeout(), [&] { return event.query() != cudaErrorNotReady; });
   }
 
   /// As above, for all operations that are enqueued.

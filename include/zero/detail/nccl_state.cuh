@@ -35,7 +35,7 @@
 #include "zero/detail/in_process_operation.hpp"
 #include "zero/detail/nccl_error.hpp"
 #include "zero/detail/nccl_memory.hpp"
-#include "zero/detail/nccl_operation.hpp"
+#include "zero/detail/nccl_operation.cuh"
 #include "zero/detail/nccl_scope.hpp"
 #include "zero/error.hpp"
 
@@ -299,7 +299,7 @@ class NcclState {
     } catch (const std::exception&) {
       // A device with an error: what follows fails, each for itself.
     }
-    const cudaError_t error = cudaStreamQuery(place_.stream.get());
+    const cudaError_t error = place_.stream.query();
     if (error != cudaSuccess && error != cudaErrorNotReady) {
       poison_transport(cudaGetErrorString(error));  // so that peers hear of it
     }
