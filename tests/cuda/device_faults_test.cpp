@@ -289,6 +289,7 @@ TEST_CASE("device faults: an abort ends the steps of all ranks", "[cuda]") {
     Tensors tensors;
     Optimizer optimizer(zero::Adam{}, tensors.store, comm);
     (void)optimizer.step().outcome();
+    comm.barrier().wait(10s);
     if (comm.rank() == 1) {
       comm.abort("out of data");
       return text_of<zero::CommunicatorError>([&] { (void)optimizer.step(); }).empty()
