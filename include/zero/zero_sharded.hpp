@@ -352,6 +352,9 @@ class ZeroSharded {
   /// stream) from now on, or was until now. Where values are sharded a unit may come to another
   /// place each time: `acquire` rebinds its parameters. Units are gathered over a duplicate of the
   /// communicator, in its stream. Ranks that acquire different units learn of it from the step.
+  /// Over `cuda::InProcessCommunicator`, whose operations wait for peers as they are enqueued, a
+  /// parameter must be marked between the same two calls to `acquire` on all ranks (or on none
+  /// before the step): otherwise each waits for another, until the timeout.
   void acquire(int unit, Stream stream)
     requires on_device
   {
@@ -398,11 +401,12 @@ class ZeroSharded {
     engine_->step(stream);
     return engine_->way().last_step();
   }
-  /// Of a device: waits for all that was enqueued, and tells what the last step came to.
-  [[nodiscard]] Outcome last_outcome()
+  /// Of a device: waits for all that was enqueued, and for what `stream` holds, into which graphs of
+  /// captured steps may have been launched; tells what the last step came to.
+  [[nodiscard]] Outcome last_outcome(Stream stream = {})
     requires on_device
   {
-    return engine_->way().last_outcome();
+    return engine_->way().last_outcome(stream);
   }
 
   /// Collective: `zero::join` of this optimizer, for ranks with unlike numbers of batches; see

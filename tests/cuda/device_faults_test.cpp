@@ -120,7 +120,7 @@ TEST_CASE("device faults: without a GPU the message says where to look", "[cuda]
 TEST_CASE("device faults: an old driver is named", "[cuda]") {
   const Fresh fresh;
   zero_emulation::set_driver_version(12040);
-  CHECK_THROWS_WITH(zero::cuda::run_ranks(1, [](auto&) {}), Contains("update the driver"));
+  CHECK_THROWS_WITH(zero::cuda::run_ranks(1, [](auto&) {}), Contains("install or update it"));
 }
 
 TEST_CASE("device faults: host memory in a device store is refused by all ranks", "[cuda]") {

@@ -158,6 +158,7 @@ const std::map<std::string, Scenario>& scenarios() {
       {"clipped", [](auto n) { run(2, n, {.max_norm = 1}, few); }},
       {"replicated",
        [](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, few, zero::Replicated{}); }},
+      {"pooled", [](auto n) { run(2, n, {.max_norm = 1}, few, zero::Stage2{}); }},
       {"destroyed", [](auto n) { run(2, n, {.destroys = true}, few); }},
   };
   return all;

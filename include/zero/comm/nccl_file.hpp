@@ -27,8 +27,8 @@
 namespace zero {
 
 /// Each rank but 0 writes a call beside the file, PATH.RANK, with a number of its own; once
-/// all have called, rank 0 writes PATH itself: the unique id, and the numbers that it answers. So an
-/// answer that an earlier run has left, killed in the wrong moment, answers nobody, and is
+/// all have called, rank 0 writes PATH itself: the unique id, and the numbers that it answers. So
+/// an answer that an earlier run has left, killed in the wrong moment, answers nobody, and is
 /// replaced. Each rank removes its call when it has been answered, and rank 0 then its answer:
 /// nothing stays. The directory must exist. Two runs at one time need two paths.
 struct NcclFile {

@@ -32,7 +32,7 @@ class Step {
     if (report_ == nullptr) {
       throw UsageError(
           "outcome: the step was captured into a graph, which takes it whenever it is launched; "
-          "ask the optimizer's last_outcome() after that");
+          "ask the optimizer's last_outcome(stream) after that");
     }
     return ask_(optimizer_, report_.get());
   }

@@ -194,7 +194,7 @@ class Builder {
     const bool may_be_empty =
         View::values == Residency::arena && static_cast<bool>(state_.settings.initial_value);
     detail::inspect(state_.store(), all_groups.size(), state_.settings.check_values, first, seen,
-                    may_be_empty);
+                    may_be_empty, State::on_device && Stage::shards_values);
     if constexpr (State::steps_tensors) require_steppable(all_groups, first, seen);
   }
 

@@ -73,6 +73,7 @@ class Engine {
     const std::scoped_lock lock(mutex_);
     require_usable();
     require_open_join("gradient");
+    if constexpr (State::on_device) way_.require_device("gradient", on...);
     reader_.require_trainable(i, "gradient");
     const std::size_t leader = state_.parameters[i].leader;
     if constexpr (State::pools_gradients) {
@@ -241,11 +242,11 @@ class Engine {
 
   template <class... On>
   void acquire(int unit, On... on) {
-    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit, on...); });
+    with_unit("acquire", unit, [&](auto& way) { way.values().acquire(unit, on...); }, on...);
   }
   template <class... On>
   void release(int unit, On... on) {
-    with_unit("release", unit, [&](auto& way) { way.values().release(unit, on...); });
+    with_unit("release", unit, [&](auto& way) { way.values().release(unit, on...); }, on...);
   }
 
   void clip(std::optional<double> max_norm) {
@@ -290,7 +291,10 @@ class Engine {
     if (state_.join != nullptr) {
       refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
     }
-    or_give_up(false, [&] { way_.drain(); });
+    or_give_up(false, [&] {
+      way_.drain();
+      if constexpr (State::on_device) way_.refresh();  // what is made anew begins with that
+    });
     try {
       or_give_up(false,
                  [&] { Builder<State>(state_).append(std::move(options), std::move(refusal)); });
@@ -491,11 +495,12 @@ class Engine {
   }
 
   /// Does `body(way)` where units come and go.
-  template <class F>
-  void with_unit(const char* verb, int unit, F&& body) {
+  template <class F, class... On>
+  void with_unit(const char* verb, int unit, F&& body, On... on) {
     {
       const std::scoped_lock lock(mutex_);
       require_usable();
+      if constexpr (State::on_device) way_.require_device(verb, on...);
       const auto has = [&](const ParameterInfo& info) { return info.attributes.unit == unit; };
       if (std::none_of(state_.parameters.begin(), state_.parameters.end(), has)) {
         throw UsageError(std::string(verb) + ": there is no unit " + std::to_string(unit) +

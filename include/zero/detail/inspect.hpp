@@ -116,9 +116,11 @@ inline void require_ties_in_group(Inspection& seen) {
 /// twice, memory shared without a tie. Fills `out` as it goes, so that names are known to whoever
 /// reports. Values before parameter `first` are not hashed.
 /// @param may_be_empty whether parameters may have a shape, but no values yet
+/// @param moves whether values before `first` have no place of their own, so that one parameter's
+///   may be where another's were
 template <ParamStore S>
 void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, Inspection& out,
-             bool may_be_empty = false) {
+             bool may_be_empty = false, bool moves = false) {
   using Elements = store_elements<S>;
   const std::size_t count = std::ranges::size(store);
   if (count == 0) {
@@ -181,7 +183,7 @@ void inspect(S& store, std::size_t groups, bool hash_values, std::size_t first, 
         const std::string wrong = Space<memory_space_of<parameter_t<S>>>::unusable(values.data());
         if (!wrong.empty()) refuse_parameter(out, i, "has values " + wrong);
       }
-      if (info.leader == i && !values.empty()) {
+      if (info.leader == i && !values.empty() && !(moves && i < first)) {
         const auto begin = reinterpret_cast<std::uintptr_t>(values.data());
         memory.push_back({begin, begin + values.size_bytes(), i});
       }

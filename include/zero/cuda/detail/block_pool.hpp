@@ -77,6 +77,11 @@ class BlockPool {
     if (at != free_.begin()) join(at - 1);
   }
 
+  /// Nobody who has used what is free need be waited for any more.
+  void forget_tickets() noexcept {
+    for (Block& block : free_) block.ticket = 0;
+  }
+
   /// What a block of so many bytes takes.
   [[nodiscard]] static std::size_t round_up(std::size_t bytes) {
     return (bytes + array_alignment - 1) / array_alignment * array_alignment;

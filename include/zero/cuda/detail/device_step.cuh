@@ -243,6 +243,7 @@ class DeviceStep {
   void open(std::size_t leader, const char* verb, bool, StreamView stream = {}) {
     begin_round();
     const ParameterInfo& info = state_.parameters[leader];
+    blocks_.note_capture(captures(stream));
     blocks_.open(leader, info.elements * info.element_bytes, verb, state_.name_of(leader), stream);
   }
   [[nodiscard]] std::byte* pooled_gradient(std::size_t leader) const {
@@ -316,6 +317,51 @@ class DeviceStep {
 
   /// Enqueues a whole step. A rank that refuses takes part in it, so that its peers learn of it.
   StepEnd step(const std::string& refusal, bool& updating, StreamView stream) {
+    try {
+      return enqueue_step(refusal, updating, stream);
+    } catch (...) {
+      note_broken_step(stream);
+      throw;
+    }
+  }
+
+  /// The step that was enqueued last.
+  [[nodiscard]] cuda::Step last_step() {
+    return cuda::Step(
+        this,
+        [](void* self, const void* slot) {
+          return static_cast<DeviceStep*>(self)->outcome_of(*static_cast<const Slot*>(slot));
+        },
+        last_);
+  }
+  /// In device memory.
+  [[nodiscard]] const double* loss_scale() const {
+    return &device_.data()->report.scale.loss_scale;
+  }
+  /// Blocks the host until nothing is under way, in `stream` neither, where graphs may be.
+  [[nodiscard]] Outcome last_outcome(StreamView stream) {
+    cuda::Event& launched = turns_[turn_++ % turns_.size()];
+    launched.record(stream);
+    wait_for(launched);
+    synchronize();
+    cuda::detail::DeviceState state;
+    State::Memory::copy(device_.data(), 1, &state);
+    return outcome_of(state.report);
+  }
+
+ private:
+  using Report = cuda::detail::StepReport;
+  using Slot = cuda::detail::ReportSlot<Report>;
+
+  [[nodiscard]] std::size_t ranks() { return static_cast<std::size_t>(state_.world()); }
+  /// Whether gradients are summed, if only with those of earlier backward passes.
+  [[nodiscard]] bool reduces() {
+    return (State::pools_gradients || !state_.alone()) &&
+           state_.settings.gradients == Gradients::local;
+  }
+  [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
+
+  StepEnd enqueue_step(const std::string& refusal, bool& updating, StreamView stream) {
     if (!refusal.empty() && state_.alone()) throw AgreedRefusal(refusal);
     if constexpr (State::steps_tensors) require_no_capture(stream);
     if (!state_.alone()) state_.comm().check();
@@ -360,39 +406,6 @@ class DeviceStep {
     if (!refusal.empty()) throw AgreedRefusal(refusal);
     return StepEnd::applied;
   }
-
-  /// The step that was enqueued last.
-  [[nodiscard]] cuda::Step last_step() {
-    return cuda::Step(
-        this,
-        [](void* self, const void* slot) {
-          return static_cast<DeviceStep*>(self)->outcome_of(*static_cast<const Slot*>(slot));
-        },
-        last_);
-  }
-  /// In device memory.
-  [[nodiscard]] const double* loss_scale() const {
-    return &device_.data()->report.scale.loss_scale;
-  }
-  /// Blocks the host until nothing is under way.
-  [[nodiscard]] Outcome last_outcome() {
-    synchronize();
-    cuda::detail::DeviceState state;
-    State::Memory::copy(device_.data(), 1, &state);
-    return outcome_of(state.report);
-  }
-
- private:
-  using Report = cuda::detail::StepReport;
-  using Slot = cuda::detail::ReportSlot<Report>;
-
-  [[nodiscard]] std::size_t ranks() { return static_cast<std::size_t>(state_.world()); }
-  /// Whether gradients are summed, if only with those of earlier backward passes.
-  [[nodiscard]] bool reduces() {
-    return (State::pools_gradients || !state_.alone()) &&
-           state_.settings.gradients == Gradients::local;
-  }
-  [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
 
   /// Of a round that was not sent to its end. Among others it would have been the last.
   void let_go_of_gradients() noexcept {
@@ -602,14 +615,16 @@ class DeviceStep {
 
   /// Where values are gathered, a bucket is as soon as it is updated.
   void update_and_gather(StreamView stream) {
-    if (!State::Stage::shards_state || state_.world() == 1) {
-      for_each_lane([&](auto& lane, auto& of) {
-        update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
-      });
-      // Sums are not overwritten before they have been used.
-      if (!state_.alone()) let_wait(state_.comm().stream(), stream);
-      return;
+    if constexpr (State::Stage::shards_state) {
+      if (state_.world() > 1) return gather_updated(stream);
     }
+    for_each_lane([&](auto& lane, auto& of) {
+      update(lane, of, {0, state_.layout->buckets(lane.index)}, stream);
+    });
+    // Sums are not overwritten before they have been used.
+    if (!state_.alone() || (reduces() && !captures(stream))) let_wait(talks(), stream);
+  }
+  void gather_updated(StreamView stream) {
     for (std::size_t k = 0; k < order_.size(); ++k) {
       const Launch& launch = order_[k];
       with_lane(launch.lane, [&](auto& lane, auto& of) {
@@ -777,13 +792,27 @@ class DeviceStep {
     }
     wait_for(ended_);
   }
+  /// What is freed comes after what `stream` holds of a step that was not enqueued to its end.
+  void note_broken_step(StreamView stream) noexcept {
+    try {
+      if (captures(stream)) return;
+      ended_.record(stream);
+      ended_stream_ = stream;
+      broken_ = true;
+    } catch (...) {
+      (void)cudaDeviceSynchronize();
+    }
+  }
+
   /// What is freed from now on is freed after what is under way. For the last step's stream its
-  /// report has waited by then, which is freed first.
+  /// report has waited by then, which is freed first; where it got that far.
   void order_frees() noexcept {
     try {
+      if (broken_) StreamView().wait(ended_);
       if (!state_.alone() || reduces()) let_wait(StreamView(), talks());
       if constexpr (State::Stage::shards_values) units_.order(StreamView());
-    } catch (...) {  // a device that is lost frees nothing
+    } catch (...) {  // a device that is lost doesn't wait
+      (void)cudaDeviceSynchronize();
     }
   }
 
@@ -797,6 +826,7 @@ class DeviceStep {
 
   State& state_;
   int own_device_ = 0;
+  bool broken_ = false;    ///< some step was not enqueued to its end
   bool captured_ = false;  ///< some step was, into a graph
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};

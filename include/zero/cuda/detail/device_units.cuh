@@ -197,7 +197,7 @@ class DeviceUnits {
 
   template <class Lane, class T = typename Lane::element>
   void fetch_part(Lane& lane, Interval buckets, T* values) {
-    const auto [begin, end] = elements_of({lane.index, buckets});
+    const Interval part = elements_of({lane.index, buckets});
     for (std::size_t b = buckets.begin; b < buckets.end; ++b) {
       const Interval whole = state_.layout->bucket(lane.index, b);
       if (whole.empty()) continue;
@@ -205,15 +205,15 @@ class DeviceUnits {
       state_.observe(Phase::gather, lane.index, b, [&] {
         gather_slices(*state_.layout, lane.index, b, *comm_,
                       std::span<const T>(lane.shard.data() + lane.shard_values[b], mine.size()),
-                      std::span<T>(values + (whole.begin - begin), whole.size()), counts_);
+                      std::span<T>(values + (whole.begin - part.begin), whole.size()), counts_);
       });
     }
     for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
       const auto& info = state_.parameters[i];
       if (info.lane != lane.index || info.frozen) continue;
       const std::size_t offset = state_.layout->place(i).offset;
-      if (offset < begin || offset >= end) continue;
-      show(lane, i, std::span<T>(values + (offset - begin), info.elements));
+      if (offset < part.begin || offset >= part.end) continue;
+      show(lane, i, std::span<T>(values + (offset - part.begin), info.elements));
     }
   }
 

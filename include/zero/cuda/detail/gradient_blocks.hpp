@@ -3,7 +3,6 @@
 /// Where backward writes gradients on a device, until their buckets have been packed.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory_resource>
@@ -31,12 +30,19 @@ class GradientBlocks {
       : pool_(limit, !keeps_limit, memory, limit),
         limit_(limit),
         poison_(poison),
-        blocks_(parameters) {
+        blocks_(parameters),
+        events_(64) {
     for (std::size_t i = 0; i < parameters; ++i) all_.push_back(i);
   }
 
   [[nodiscard]] bool is_open(std::size_t leader) const { return blocks_[leader].memory != nullptr; }
   [[nodiscard]] std::byte* memory(std::size_t leader) const { return blocks_[leader].memory; }
+
+  /// Whether what comes now is captured into a graph. Between the two nothing can wait: that is the
+  /// concern of whoever launches the graph.
+  void note_capture(bool captures) noexcept {
+    if (captures != std::exchange(captures_, captures)) pool_.forget_tickets();
+  }
 
   /// Memory for a parameter's gradient, which `stream` may write to. Throws `PoolExhausted`.
   /// @param name of the parameter
@@ -94,10 +100,11 @@ class GradientBlocks {
   BlockPool pool_{};
   std::size_t limit_ = 0;
   bool poison_ = false;
+  bool captures_ = false;
   std::size_t taken_ = 0;
   std::vector<Block> blocks_{};     ///< by leader; empty where there is none
   std::vector<std::size_t> all_{};  ///< leaders
-  std::array<Event, 64> events_{};
+  std::vector<Event> events_{};
   std::uint64_t ticket_ = 0;
 };
 
