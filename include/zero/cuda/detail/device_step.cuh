@@ -21,7 +21,7 @@
 #include "zero/communicator.hpp"
 #include "zero/cuda/communicator.hpp"
 #include "zero/cuda/detail/copy.cuh"
-#include "zero/cuda/detail/decide.cuh"
+#include "zero/cuda/detail/device_decision.cuh"
 #include "zero/cuda/detail/device_traffic.cuh"
 #include "zero/cuda/detail/device_units.cuh"
 #include "zero/cuda/detail/fragment_table.cuh"
@@ -51,12 +51,6 @@
 
 namespace zero::detail {
 
-/// Whether some element type is computed in `A`.
-template <class A, class List>
-inline constexpr bool computes_in = false;
-template <class A, class... T>
-inline constexpr bool computes_in<A, TypeList<T...>> = (std::is_same_v<arithmetic_t<T>, A> || ...);
-
 /// Two streams: the communicator's, in which gradients are packed, reduced and gathered, bucket
 /// after bucket in one fixed order, the same on all ranks; and the caller's, in which sums are
 /// looked at, the step is decided upon, and the shard is updated. What ranks tell each other
@@ -71,19 +65,8 @@ class DeviceStep {
       cuda::detail::DeviceTraffic<Lane, Comm, typename State::Partition, typename State::Stage>;
   using StreamView = cuda::StreamView;
 
-  static_assert(std::is_trivially_copyable_v<Opt>,
-                "zero: on a device the optimizer's options are read there, so it must be trivially "
-                "copyable: numbers and flags, no containers");
   static_assert(!State::has_replicas,
                 "zero: groups of ranks (zero::HybridCommunicator) are not known on a device");
-
-  static constexpr bool floats = computes_in<float, typename State::elements>;
-  static constexpr bool doubles = computes_in<double, typename State::elements>;
-  template <class A, bool needed>
-  using StepOf =
-      cuda::detail::ParameterStep<typename cuda::detail::ScalarsIf<Opt, A, needed>::type>;
-  template <class A, bool needed>
-  using Steps = cuda::DeviceArray<StepOf<A, needed>>;
 
   struct NoUnits {
     explicit NoUnits(State&) {}
@@ -109,7 +92,7 @@ class DeviceStep {
 
  public:
   /// To be followed by `rebuild`.
-  explicit DeviceStep(State& state) : state_(state), units_(state) {
+  explicit DeviceStep(State& state) : state_(state), units_(state), decision_(state) {
     cuda::check(cudaGetDevice(&own_device_), "cudaGetDevice");
   }
   DeviceStep(const DeviceStep&) = delete;
@@ -145,36 +128,7 @@ class DeviceStep {
       round_is_over_ = true;
       units_.rebuild();
     }
-    std::vector<cuda::detail::ParameterFacts> facts(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      const ParameterInfo& info = state_.parameters[i];
-      facts[i].group = static_cast<std::uint32_t>(info.group);
-      facts[i].steps = state_.steps_alone(i) && info.elements != 0 ? 1 : 0;
-      state_.for_each_lane([&]<class Lane>(Lane& lane) {
-        if (lane.index != info.lane) return;
-        facts[i].in_double = std::is_same_v<typename Lane::arithmetic, double> ? 1 : 0;
-      });
-    }
-    facts_ =
-        cuda::detail::device_copy(std::span<const cuda::detail::ParameterFacts>(facts), memory);
-    counts_ = cuda::detail::device_copy(std::span<const std::int64_t>(state_.step_counts), memory);
-    groups_ = cuda::detail::device_copy(std::span<const Opt>(state_.groups), memory);
-    uploaded_ = 0;
-    float_steps_ = Steps<float, floats>(floats ? count : 0, memory);
-    double_steps_ = Steps<double, doubles>(doubles ? count : 0, memory);
-    if constexpr (State::steps_tensors) {
-      float_steps_on_host_.resize(float_steps_.size());
-      double_steps_on_host_.resize(double_steps_.size());
-    }
-    words_ = cuda::detail::message_words(count);
-    message_ = cuda::DeviceArray<std::uint32_t>(words_, memory);
-    messages_ = cuda::DeviceArray<std::uint32_t>(words_ * ranks(), memory);
-    words_to_send_.assign(words_, 0);
-    cuda::detail::DeviceState state{};
-    state.report.scale = state_.scaling.state();
-    state.report.step_number = state_.step_number;
-    device_ =
-        cuda::detail::device_copy(std::span<const cuda::detail::DeviceState>(&state, 1), memory);
+    decision_.rebuild();
   }
 
   /// Throws `UsageError` unless the optimizer's device is current, and `stream`'s.
@@ -281,9 +235,7 @@ class DeviceStep {
   }
 
   [[nodiscard]] std::size_t staging_bytes() const {
-    std::size_t sum = facts_.bytes() + counts_.bytes() + groups_.bytes() + float_steps_.bytes() +
-                      double_steps_.bytes() + message_.bytes() + messages_.bytes() +
-                      device_.bytes();
+    std::size_t sum = decision_.bytes();
     std::apply(
         [&](const auto&... of) {
           ((sum +=
@@ -307,12 +259,7 @@ class DeviceStep {
   /// Blocks the host until nothing is under way, and shows the state where the device stands.
   void refresh() {
     synchronize();
-    cuda::detail::DeviceState state;
-    using Memory = typename State::Memory;
-    Memory::copy(device_.data(), 1, &state);
-    Memory::copy(counts_.data(), counts_.size(), state_.step_counts.data());
-    state_.step_number = state.report.step_number;
-    state_.scaling.adopt(state.report.scale, state.report.measured != 0);
+    decision_.show();
   }
 
   /// Enqueues a whole step. A rank that refuses takes part in it, so that its peers learn of it.
@@ -336,7 +283,7 @@ class DeviceStep {
   }
   /// In device memory.
   [[nodiscard]] const double* loss_scale() const {
-    return &device_.data()->report.scale.loss_scale;
+    return &decision_.device_report()->scale.loss_scale;
   }
   /// Blocks the host until nothing is under way, in `stream` neither, where graphs may be.
   [[nodiscard]] Outcome last_outcome(StreamView stream) {
@@ -344,9 +291,9 @@ class DeviceStep {
     launched.record(stream);
     wait_for(launched);
     synchronize();
-    cuda::detail::DeviceState state;
-    State::Memory::copy(device_.data(), 1, &state);
-    return outcome_of(state.report);
+    Report report{};
+    State::Memory::copy(decision_.device_report(), 1, &report);
+    return decision_.outcome_of(report);
   }
 
  private:
@@ -382,8 +329,10 @@ class DeviceStep {
       if (state_.alone()) let_wait(stream, talks());
     }
     const bool looks = state_.scaling.looks_first();
-    upload_options(stream);
-    tell(refusal, tells);
+    decision_.upload_options(captured_, stream);
+    std::uint64_t units = 0;
+    if constexpr (State::Stage::shards_values) units = units_.history();
+    decision_.tell(refusal, units, tells);
     if (looks && refusal.empty()) {
       if (reduces()) let_wait(stream, talks());
       look(stream);
@@ -391,11 +340,16 @@ class DeviceStep {
     }
     updating = true;
     if (!state_.alone()) {
-      state_.comm().all_gather(as_floats(message_), as_floats(messages_)).enqueue();
+      decision_.gather();
       let_wait(stream, talks());
     }
-    decide(stream);
-    if constexpr (State::steps_tensors) learn_decision(stream);
+    decision_.decide(stream);
+    if constexpr (State::steps_tensors) {  // the host calls it
+      cuda::Event& decided = turns_[turn_++ % turns_.size()];
+      decided.record(stream);
+      wait_for(decided);
+      decision_.learn();
+    }
     update_and_gather(stream);
     if constexpr (State::pools_gradients) {
       if (!reduces()) blocks_.close_all(stream);
@@ -530,35 +484,6 @@ class DeviceStep {
     });
   }
 
-  /// Options go to the device only when they have changed.
-  void upload_options(StreamView stream) {
-    if (state_.options == uploaded_ && !captured_) return;
-    cuda::detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)),
-                         stream);
-    uploaded_ = state_.options;
-  }
-
-  /// Writes this rank's words, but for what it finds.
-  void tell(const std::string& refusal, StreamView stream) {
-    cuda::detail::StepMessage mine{};
-    mine.identity = state_.identity;
-    mine.options = state_.options;
-    if constexpr (State::Stage::shards_values) mine.units = units_.history();
-    mine.refused = refusal.empty() ? 0 : 1;
-    const Text text = to_text(refusal);
-    static_assert(sizeof mine.refusal == sizeof text);
-    std::memcpy(mine.refusal, text.data(), sizeof text);
-    std::memcpy(words_to_send_.data(), &mine, sizeof mine);
-    std::uint32_t* const bits = words_to_send_.data() + sizeof mine / 4;
-    std::fill(bits, words_to_send_.data() + words_, 0U);
-    for (std::size_t i = 0; i < state_.present.size(); ++i) {
-      if (state_.present[i] != 0) bits[i / 32] |= std::uint32_t{1} << (i % 32);
-    }
-    constexpr std::size_t found = sizeof mine.digits / 4;  // the device's own
-    cuda::detail::upload(message_.data() + found,
-                         std::as_bytes(std::span(words_to_send_).subspan(found)), stream);
-  }
-
   /// Where a fragment's gradients are summed, or null where they are the caller's own.
   template <class Lane>
   [[nodiscard]] const typename Lane::arithmetic* sums_of(const Lane& lane) {
@@ -578,7 +503,7 @@ class DeviceStep {
       const auto range = range_of(lane, updates_all() ? of.looked : of.kept,
                                   {0, state_.layout->buckets(lane.index)}, stream);
       const cuda::detail::LookTask<T> task{range.fragments, range.chunks, range.chunk_count,
-                                           sums_of(lane), own_message_digits()};
+                                           sums_of(lane), decision_.digits()};
       if (state_.scaling.max_norm) {
         cuda::detail::add_squares(task, stream);
       } else {
@@ -586,33 +511,6 @@ class DeviceStep {
       }
     });
   }
-  [[nodiscard]] cuda::detail::StepMessage* own_message() {
-    return reinterpret_cast<cuda::detail::StepMessage*>(message_.data());
-  }
-  [[nodiscard]] cuda::detail::DeviceDigits* own_message_digits() { return &own_message()->digits; }
-
-  void decide(StreamView stream) {
-    const bool alone = state_.alone();
-    cuda::detail::decide(
-        cuda::detail::DecideTask<Opt, floats, doubles>{
-            .messages = alone ? message_.data() : messages_.data(),
-            .words = words_,
-            .ranks = static_cast<std::uint32_t>(ranks()),
-            .rank = static_cast<std::uint32_t>(state_.rank()),
-            .reduced = state_.settings.gradients == Gradients::reduced,
-            .of_sums = state_.scaling.of_sums(),
-            .rule = state_.scaling.rule(),
-            .groups = groups_.data(),
-            .facts = facts_.data(),
-            .counts = counts_.data(),
-            .parameters = state_.parameters.size(),
-            .float_steps = float_steps_.data(),
-            .double_steps = double_steps_.data(),
-            .state = device_.data(),
-            .own = own_message()},
-        stream);
-  }
-
   /// Where values are gathered, a bucket is as soon as it is updated.
   void update_and_gather(StreamView stream) {
     if constexpr (State::Stage::shards_state) {
@@ -633,7 +531,7 @@ class DeviceStep {
         if (lane.comes_and_goes(launch.bucket)) return;
         let_wait(talks(), stream);
         state_.observe(Phase::gather, lane.index, launch.bucket,
-                       [&] { of.traffic->gather(launch.bucket, &device_.data()->step); });
+                       [&] { of.traffic->gather(launch.bucket, decision_.step()); });
       });
     }
     // Sums are not overwritten before they have been used.
@@ -650,38 +548,13 @@ class DeviceStep {
         "graph; step it outside, or use an update rule");
   }
 
-  /// Blocks the host until it knows what steps, and how often it was.
-  void learn_decision(StreamView stream) {
-    cuda::Event& decided = turns_[turn_++ % turns_.size()];
-    decided.record(stream);
-    wait_for(decided);
-    using Memory = typename State::Memory;
-    Memory::copy(&device_.data()->step, 1, &step_on_host_);
-    if (step_on_host_.skip != 0) return;
-    if constexpr (floats) {
-      Memory::copy(float_steps_.data(), float_steps_.size(), float_steps_on_host_.data());
-    }
-    if constexpr (doubles) {
-      Memory::copy(double_steps_.data(), double_steps_.size(), double_steps_on_host_.data());
-    }
-  }
-
-  template <class A>
-  [[nodiscard]] const auto& steps_on_host() const {
-    if constexpr (std::is_same_v<A, double>) {
-      return double_steps_on_host_;
-    } else {
-      return float_steps_on_host_;
-    }
-  }
-
   template <class Lane, class Of>
   void update_tensors(Lane& lane, Of& of, Interval buckets, StreamView stream) {
     using S = typename Lane::storage;
-    if (step_on_host_.skip != 0) return;
+    if (!decision_.known_to_apply()) return;
     if (!reduces()) (void)range_of(lane, of.kept, buckets, stream);  // finds gradients
     for (const auto& tensor : of.kept.on_host(buckets)) {
-      const auto& step = steps_on_host<typename Lane::arithmetic>()[tensor.parameter];
+      const auto& step = decision_.template known<typename Lane::arithmetic>()[tensor.parameter];
       if (step.stepping == 0) continue;
       const ParameterInfo& info = state_.parameters[tensor.parameter];
       NoiseKey noise{};
@@ -690,8 +563,8 @@ class DeviceStep {
             noise_key(state_.precision.seed, static_cast<std::uint64_t>(step.t), tensor.parameter);
       }
       cuda::detail::step_tensor(state_.groups[info.group], step.t, lane, tensor, sums_of(lane),
-                                &device_.data()->step, noise,
-                                std::span<const std::size_t>(info.shape), stream);
+                                decision_.step(), noise, std::span<const std::size_t>(info.shape),
+                                stream);
     }
   }
 
@@ -713,12 +586,8 @@ class DeviceStep {
     task.master = lane.master.data();
     for (std::size_t s = 0; s < State::slots; ++s) task.state[s] = lane.state[s].data();
     task.sums = sums_of(lane);
-    if constexpr (std::is_same_v<typename Lane::arithmetic, double>) {
-      task.steps = double_steps_.data();
-    } else {
-      task.steps = float_steps_.data();
-    }
-    task.step = &device_.data()->step;
+    task.steps = decision_.template steps<typename Lane::arithmetic>();
+    task.step = decision_.step();
     if constexpr (Lane::storage::rounding == Rounding::stochastic) {
       task.seed = state_.precision.seed;
     }
@@ -730,7 +599,7 @@ class DeviceStep {
     last_.reset();
     if (captures(stream)) return;
     last_ = reports_.take();
-    cuda::check(cudaMemcpyAsync(last_->memory(), &device_.data()->report, sizeof(Report),
+    cuda::check(cudaMemcpyAsync(last_->memory(), decision_.device_report(), sizeof(Report),
                                 cudaMemcpyDeviceToHost, stream.get()),
                 "cudaMemcpyAsync");
     last_->done().record(stream);
@@ -740,7 +609,7 @@ class DeviceStep {
 
   [[nodiscard]] Outcome outcome_of(const Slot& slot) {
     wait_for(slot.done());
-    return outcome_of(*slot.memory());
+    return decision_.outcome_of(*slot.memory());
   }
   void wait_for(const cuda::Event& event) {
     if (state_.alone()) {
@@ -749,36 +618,6 @@ class DeviceStep {
       state_.comm().wait(event);
     }
   }
-  [[nodiscard]] Outcome outcome_of(const Report& report) {
-    const auto rank = static_cast<int>(report.rank);
-    switch (report.problem) {
-      case cuda::detail::StepProblem::none: break;
-      case cuda::detail::StepProblem::another_optimizer:
-        throw UsageError("step: rank " + std::to_string(rank) +
-                         " stepped another optimizer over this communicator; step the same ones "
-                         "in the same order on all ranks. Nothing was stepped");
-      case cuda::detail::StepProblem::refused:
-        require_agreement_to_step(rank, report.refusal, 0, 0, false, true);
-        break;
-      case cuda::detail::StepProblem::units:
-        throw UsageError(
-            "step: rank " + std::to_string(rank) +
-            " has acquired or released other units than rank 0, or in another order, so what was "
-            "gathered is not what was asked for; acquire and release the same units in the same "
-            "order on all ranks. Nothing was stepped, and this optimizer can't go on");
-      case cuda::detail::StepProblem::options:
-        require_agreement_to_step(rank, "", 1, 0, false, true);
-        break;
-      case cuda::detail::StepProblem::presence:
-        throw UsageError("step: " + state_.name_of(report.rank) +
-                         " has a gradient on some ranks only; reduced gradients must be the same "
-                         "on all. Nothing was stepped");
-    }
-    Outcome outcome{report.applied != 0, report.step_number};
-    if (report.measured != 0) outcome.gradient_norm = report.scale.norm;
-    return outcome;
-  }
-
   void synchronize() {
     if (!state_.alone() || reduces()) {
       cuda::Event& event = turns_[turn_++ % turns_.size()];
@@ -816,14 +655,6 @@ class DeviceStep {
     }
   }
 
-  [[nodiscard]] static std::span<const float> as_floats(
-      const cuda::DeviceArray<std::uint32_t>& words) {
-    return {reinterpret_cast<const float*>(words.data()), words.size()};
-  }
-  [[nodiscard]] static std::span<float> as_floats(cuda::DeviceArray<std::uint32_t>& words) {
-    return {reinterpret_cast<float*>(words.data()), words.size()};
-  }
-
   State& state_;
   int own_device_ = 0;
   bool broken_ = false;    ///< some step was not enqueued to its end
@@ -847,21 +678,7 @@ class DeviceStep {
   std::size_t turn_ = 0;
   cuda::Event ended_{};        ///< the last step
   StreamView ended_stream_{};  ///< its stream
-  cuda::DeviceArray<cuda::detail::ParameterFacts> facts_{};
-  cuda::DeviceArray<std::int64_t> counts_{};
-  cuda::DeviceArray<Opt> groups_{};
-  std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
-  Steps<float, floats> float_steps_{};
-  Steps<double, doubles> double_steps_{};
-  // Of whole-tensor optimizers.
-  cuda::detail::StepState step_on_host_{};
-  std::vector<StepOf<float, floats>> float_steps_on_host_{};
-  std::vector<StepOf<double, doubles>> double_steps_on_host_{};
-  std::size_t words_ = 0;
-  std::vector<std::uint32_t> words_to_send_{};
-  cuda::DeviceArray<std::uint32_t> message_{};
-  cuda::DeviceArray<std::uint32_t> messages_{};
-  cuda::DeviceArray<cuda::detail::DeviceState> device_{};
+  cuda::detail::DeviceDecision<State> decision_;
   cuda::detail::StepReports<Report> reports_{};
   std::shared_ptr<Slot> last_{};
 };
