@@ -401,8 +401,8 @@ class ZeroSharded {
     engine_->step(stream);
     return engine_->way().last_step();
   }
-  /// Of a device: waits for all that was enqueued, and for what `stream` holds, into which graphs of
-  /// captured steps may have been launched; tells what the last step came to.
+  /// Of a device: waits for all that was enqueued, and for what `stream` holds, into which graphs
+  /// of captured steps may have been launched; tells what the last step came to.
   [[nodiscard]] Outcome last_outcome(Stream stream = {})
     requires on_device
   {
