@@ -5,6 +5,7 @@
 
 #include "zero/cuda/communicator.hpp"
 #include "zero/cuda/detail/device_step.cuh"
+#include "zero/cuda/element.hpp"
 #include "zero/cuda/error.hpp"
 #include "zero/cuda/flat_params.hpp"
 #include "zero/cuda/in_process.cuh"

@@ -152,3 +152,106 @@ TEST_CASE("NCCL: all ranks that ask learn of one that refuses its step", "[cuda]
     require(values[99] == 0.5F, "the next step is another one");
   }));
 }
+
+TEST_CASE("NCCL: who never asks is told of a refused step by a later one", "[cuda]") {
+  const int size = nccl_ranks::largest_world();
+  if (size < 2) return;
+  nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
+    Vector<float> values(100, 1), gradients(100, 1);
+    std::vector<zero::cuda::ParamRef<float>> store;
+    store.emplace_back("w", std::vector<std::size_t>{100}, values.data(), gradients.data());
+    const zero::cuda::Stream stream;
+    zero::ZeroSharded optimizer{zero::cuda::FusedSgd{.lr = 0.25}, store, comm};
+    const bool refuses = comm.rank() == 1;
+    int told = 0;
+    for (int step = 0; step < 4; ++step) {
+      if (refuses) optimizer.group(0).lr = step == 0 ? -1 : 0.25;
+      try {
+        (void)optimizer.step(stream);
+      } catch (const zero::UsageError& error) {
+        ++told;
+        require(std::string(error.what()).find("lr") != std::string::npos, error.what());
+        require(refuses ? step == 0 : step != 0, "told by another step");
+      }
+      stream.synchronize();
+    }
+    require(told == 1, "told " + std::to_string(told) + " times");
+    require(values[0] == 0.25F, "three steps were to be taken");
+  }));
+}
+
+TEST_CASE("NCCL: a step is captured without one before it, with marks inside alone", "[cuda]") {
+  const int size = nccl_ranks::largest_world();
+  if (size < 2) return;
+  nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
+    Vector<float> values(100, 1), gradients(100, 1);
+    std::vector<zero::cuda::ParamRef<float>> store;
+    store.emplace_back("w", std::vector<std::size_t>{100}, values.data(), gradients.data());
+    const zero::cuda::Stream stream;
+    zero::ZeroSharded optimizer{zero::cuda::FusedSgd{.lr = 0.25}, store, comm};
+    const auto capture = [&](auto&& body) {
+      cudaGraph_t graph = nullptr;
+      zero::cuda::check(
+          cudaStreamBeginCapture(stream.view().get(), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+      body();
+      zero::cuda::check(cudaStreamEndCapture(stream.view().get(), &graph), "cudaStreamEndCapture");
+      return graph;
+    };
+    cudaGraph_t graph = capture([&] {
+      optimizer.mark_ready(0, stream);
+      (void)optimizer.step(stream);
+    });
+    cudaGraphExec_t captured = nullptr;
+    zero::cuda::check(cudaGraphInstantiate(&captured, graph, 0), "cudaGraphInstantiate");
+    for (int k = 0; k < 2; ++k) {
+      zero::cuda::check(cudaGraphLaunch(captured, stream.view().get()), "cudaGraphLaunch");
+    }
+    require(optimizer.last_outcome(stream).step == 2, "steps of the graph");
+    require(values[99] == 0.5F, "values of the graph");
+    zero::cuda::check(cudaGraphExecDestroy(captured), "cudaGraphExecDestroy");
+    zero::cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+
+    optimizer.mark_ready(0, stream);
+    std::string refusal;
+    graph = capture([&] {
+      try {
+        (void)optimizer.step(stream);
+      } catch (const zero::UsageError& error) {
+        refusal = error.what();
+      }
+    });
+    require(refusal.find("marked before the capture") != std::string::npos,
+            "not refused: " + refusal);
+    zero::cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }));
+}
+
+TEST_CASE("NCCL: what can't be captured is refused before anything is enqueued", "[cuda]") {
+  const int size = nccl_ranks::largest_world();
+  if (size < 2) return;
+  nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
+    std::vector<DeviceParam> store;
+    store.emplace_back("w", std::vector<std::size_t>{100}, zero::Attributes{.unit = 0});
+    zero::Settings settings;
+    settings.initial_value = initial;
+    zero::ZeroSharded optimizer{zero::Adam{},      store,    comm,
+                                zero::ParamView{}, settings, zero::Stage3{}};
+    const zero::cuda::Stream stream;
+    zero::cuda::check(cudaStreamBeginCapture(stream.view().get(), cudaStreamCaptureModeThreadLocal),
+                      "cudaStreamBeginCapture");
+    std::string refusal;
+    try {
+      optimizer.acquire(0, stream);
+    } catch (const zero::UsageError& error) {
+      refusal = error.what();
+    }
+    cudaGraph_t graph = nullptr;
+    zero::cuda::check(cudaStreamEndCapture(stream.view().get(), &graph), "cudaStreamEndCapture");
+    zero::cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    require(refusal.find("zero::Stage2") != std::string::npos, "not refused: " + refusal);
+    optimizer.acquire(0, stream);  // and nothing is lost
+    optimizer.release(0, stream);
+    stream.synchronize();
+  }));
+}

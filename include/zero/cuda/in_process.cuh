@@ -344,6 +344,9 @@ class InProcessCommunicator {
   /// Any thread may call any communicator, one at a time each.
   [[nodiscard]] bool concurrent() const noexcept { return true; }
 
+  /// Whether a stream that captures may be given operations: not where ranks meet on the host.
+  static constexpr bool capturable = false;
+
   /// There is nothing to launch together.
   using Batch = zero::InProcessCommunicator::Batch;
   [[nodiscard]] Batch batch() noexcept { return {}; }

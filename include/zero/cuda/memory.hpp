@@ -55,6 +55,27 @@ class DeviceResource final : public std::pmr::memory_resource {
   return &resource;
 }
 
+namespace detail {
+
+/// Where memory lies that kernels can't use here.
+[[nodiscard]] inline std::string unusable(const void* array) {
+  cudaPointerAttributes found{};
+  check(cudaPointerGetAttributes(&found, array), "cudaPointerGetAttributes");
+  if (found.type == cudaMemoryTypeUnregistered) {
+    return "in memory of the host that no device may use; allocate it by cudaMalloc, "
+           "cudaMallocAsync or cudaMallocManaged, or use a store of the host's "
+           "(zero::ParamRef) with a communicator of the host's";
+  }
+  int current = 0;
+  check(cudaGetDevice(&current), "cudaGetDevice");
+  if (found.type != cudaMemoryTypeDevice || found.device == current) return {};
+  return "on device " + std::to_string(found.device) + ", but device " + std::to_string(current) +
+         " is current; call cudaSetDevice(" + std::to_string(found.device) +
+         ") in this rank's thread first";
+}
+
+}  // namespace detail
+
 /// One fixed run of elements in device memory, zero-filled.
 /// @tparam T trivially copyable
 template <class T>
@@ -63,16 +84,18 @@ class DeviceArray {
   using value_type = T;
 
   DeviceArray() = default;
-  /// Blocks the host until it is filled. Throws what `resource` throws (`CudaError`).
+  /// Blocks the host until it is filled. Throws what `resource` throws (`CudaError`), and
+  /// `UsageError` where it gives memory that is not the device's.
   explicit DeviceArray(std::size_t count, std::pmr::memory_resource* resource = device_resource())
       : resource_(resource), count_(count) {
     if (count == 0) return;
     data_ = static_cast<T*>(resource_->allocate(bytes(), array_alignment));
-    cudaError_t code = cudaMemset(data_, 0, bytes());
-    if (code == cudaSuccess) code = cudaStreamSynchronize(nullptr);
-    if (code == cudaSuccess) return;
-    resource_->deallocate(data_, bytes(), array_alignment);
-    check(code, "cudaMemset of " + std::to_string(bytes()) + " bytes");
+    try {
+      fill();
+    } catch (...) {
+      resource_->deallocate(data_, bytes(), array_alignment);
+      throw;
+    }
   }
   DeviceArray(DeviceArray&& other) noexcept
       : resource_(other.resource_),
@@ -96,6 +119,15 @@ class DeviceArray {
   [[nodiscard]] std::span<const T> span() const noexcept { return {data_, count_}; }
 
  private:
+  void fill() {
+    const std::string wrong = detail::unusable(data_);
+    if (!wrong.empty()) {
+      throw UsageError("the memory resource (Settings::memory) gives arrays " + wrong);
+    }
+    check(cudaMemset(data_, 0, bytes()), "cudaMemset of " + std::to_string(bytes()) + " bytes");
+    StreamView().synchronize();
+  }
+
   std::pmr::memory_resource* resource_ = nullptr;
   T* data_ = nullptr;
   std::size_t count_ = 0;
@@ -119,19 +151,7 @@ struct Space<MemorySpace::cuda> {
   static void settle() { cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
   /// Where memory lies that kernels can't use here.
   [[nodiscard]] static std::string unusable(const void* array) {
-    cudaPointerAttributes found{};
-    cuda::check(cudaPointerGetAttributes(&found, array), "cudaPointerGetAttributes");
-    if (found.type == cudaMemoryTypeUnregistered) {
-      return "in memory of the host that no device may use; allocate it by cudaMalloc, "
-             "cudaMallocAsync or cudaMallocManaged, or use a store of the host's "
-             "(zero::ParamRef) with a communicator of the host's";
-    }
-    int current = 0;
-    cuda::check(cudaGetDevice(&current), "cudaGetDevice");
-    if (found.type != cudaMemoryTypeDevice || found.device == current) return {};
-    return "on device " + std::to_string(found.device) + ", but device " + std::to_string(current) +
-           " is current; call cudaSetDevice(" + std::to_string(found.device) +
-           ") in this rank's thread first";
+    return cuda::detail::unusable(array);
   }
 
   template <class T>

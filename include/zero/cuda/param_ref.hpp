@@ -3,6 +3,10 @@
 /// A parameter in device memory that somebody else owns.
 #pragma once
 
+#include <cstddef>
+#include <string>
+#include <vector>
+
 #include "zero/element.hpp"
 #include "zero/memory.hpp"
 #include "zero/parameter.hpp"
@@ -20,6 +24,8 @@ class ParamRef : public zero::ParamRef<T> {
 
 template <class T, class... Rest>
 ParamRef(std::string, std::vector<std::size_t>, T*, T*, Rest...) -> ParamRef<T>;
+template <class T, class... Rest>
+ParamRef(std::string, std::vector<std::size_t>, T*, std::nullptr_t, Rest...) -> ParamRef<T>;
 
 static_assert(Parameter<ParamRef<float>> && memory_space_of<ParamRef<float>> == MemorySpace::cuda);
 

@@ -18,7 +18,8 @@ class StreamView {
  public:
   /// The legacy default stream.
   constexpr StreamView() noexcept = default;
-  constexpr explicit StreamView(cudaStream_t stream) noexcept : stream_(stream) {}
+  // NOLINTNEXTLINE(google-explicit-constructor): a stream is one, whoever made it
+  constexpr StreamView(cudaStream_t stream) noexcept : stream_(stream) {}
   StreamView(int) = delete;
   StreamView(std::nullptr_t) = delete;
 

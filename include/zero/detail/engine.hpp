@@ -132,7 +132,12 @@ class Engine {
   /// @param on where `Space` has streams, the one that it is enqueued in
   template <class... On>
   bool step(On... on) {
-    return take_step(on...) == StepEnd::applied;
+    const StepEnd end = take_step(on...);
+    if constexpr (State::on_device) {
+      const std::scoped_lock lock(mutex_);
+      way_.require_told();
+    }
+    return end == StepEnd::applied;
   }
 
   // The verbs of `detail::join`.
@@ -586,6 +591,7 @@ class Engine {
         }
       }
       reader_.require_size("step", false);
+      if constexpr (State::on_device) way_.require_marks_alike(on...);
       if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));
       if constexpr (Stage::shards_values) way_.values().require_none_held("step");
       for (std::size_t i = 0; i < state_.parameters.size(); ++i) {

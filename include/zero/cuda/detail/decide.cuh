@@ -50,15 +50,23 @@ static_assert(sizeof(StepMessage) % sizeof(std::uint64_t) == 0);
   return (words + 3) / 4 * 4;
 }
 
+/// A step that no rank took.
+struct StepTrouble {
+  StepProblem problem;
+  std::uint32_t rank;     ///< whose, or the parameter of `StepProblem::presence`
+  std::uint64_t attempt;  ///< which step, of all that were tried, from 1
+  char refusal[240];
+};
+
 /// Where a rank stands after a step. The host reads a copy.
 struct StepReport {
   zero::detail::ScaleState scale;
   std::int64_t step_number;  ///< steps applied
+  std::uint64_t attempt;     ///< steps tried
   std::uint32_t applied;     ///< the last one was
   std::uint32_t measured;    ///< `ScaleState::norm`
-  StepProblem problem;       ///< of the last one
-  std::uint32_t rank;        ///< whose, or the parameter of `StepProblem::presence`
-  char refusal[240];
+  StepTrouble last;          ///< of the last one
+  StepTrouble untold;        ///< the first that the host knew nothing of
 };
 
 /// All that a rank keeps on the device of steps.
@@ -113,7 +121,8 @@ struct DecideTask {
   ParameterStep<typename ScalarsIf<Rule, float, floats>::type>* float_steps;  ///< by parameter
   ParameterStep<typename ScalarsIf<Rule, double, doubles>::type>* double_steps;
   DeviceState* state;
-  StepMessage* own;  ///< whose digits are taken back to zero for the next step
+  StepMessage* own;    ///< whose digits are taken back to zero for the next step
+  std::uint64_t told;  ///< up to which attempt the host knows of trouble
 };
 
 template <class Rule, bool floats, bool doubles>
@@ -162,10 +171,14 @@ class Decision {
     if (threadIdx.x != 0) return;
     DeviceState& state = *task_.state;
     StepReport& report = state.report;
-    report.problem = find_problem(report.rank);
+    report.last.problem = find_problem(report.last.rank);
+    report.last.attempt = ++report.attempt;
+    const bool in_trouble = report.last.problem != StepProblem::none;
+    if (report.untold.attempt <= task_.told) report.untold.problem = StepProblem::none;
+    if (in_trouble && report.untold.problem == StepProblem::none) report.untold = report.last;
     report.measured = 0;
     report.applied = 0;
-    if (report.problem == StepProblem::none) {
+    if (!in_trouble) {
       report.scale.begin_step(task_.of_sums);
       const bool finite = state.flags == 0;
       const double squares = task_.rule.measures ? sum().value() : 0;
@@ -222,7 +235,7 @@ class Decision {
       const StepMessage& theirs = message(rank);
       if (theirs.refused == 0) continue;
       for (unsigned c = 0; c < sizeof theirs.refusal; ++c) {
-        task_.state->report.refusal[c] = theirs.refusal[c];
+        task_.state->report.last.refusal[c] = theirs.refusal[c];
       }
       return StepProblem::refused;
     }

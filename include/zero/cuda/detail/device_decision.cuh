@@ -147,7 +147,8 @@ class DeviceDecision {
                                          .float_steps = float_steps_.data(),
                                          .double_steps = double_steps_.data(),
                                          .state = device_.data(),
-                                         .own = own_message()},
+                                         .own = own_message(),
+                                         .told = told_},
         stream);
   }
 
@@ -203,15 +204,41 @@ class DeviceDecision {
   }
 
   [[nodiscard]] Outcome outcome_of(const StepReport& report) {
-    const auto rank = static_cast<int>(report.rank);
-    switch (report.problem) {
+    if (report.last.problem != StepProblem::none) told_ = std::max(told_, report.last.attempt);
+    tell_of(report.last);
+    Outcome outcome{report.applied != 0, report.step_number};
+    if (report.measured != 0) outcome.gradient_norm = report.scale.norm;
+    return outcome;
+  }
+
+  /// Throws `UsageError` where a step was not taken and nobody here has been told.
+  void require_told(const StepReport& report) {
+    const StepTrouble& trouble = report.untold;
+    if (trouble.problem == StepProblem::none || trouble.attempt <= told_) return;
+    told_ = trouble.attempt;
+    const bool own = trouble.problem == StepProblem::refused &&
+                     trouble.rank == static_cast<std::uint32_t>(state_.rank());
+    if (own) return;  // it threw then
+    try {
+      tell_of(trouble);
+    } catch (const UsageError& error) {
+      throw UsageError("step: this one has been enqueued, but an earlier one, number " +
+                       std::to_string(trouble.attempt) +
+                       " of those tried, was not taken: " + error.what());
+    }
+  }
+
+ private:
+  void tell_of(const StepTrouble& trouble) const {
+    const auto rank = static_cast<int>(trouble.rank);
+    switch (trouble.problem) {
       case StepProblem::none: break;
       case StepProblem::another_optimizer:
         throw UsageError("step: rank " + std::to_string(rank) +
                          " stepped another optimizer over this communicator; step the same ones "
                          "in the same order on all ranks. Nothing was stepped");
       case StepProblem::refused:
-        zero::detail::require_agreement_to_step(rank, report.refusal, 0, 0, false, true);
+        zero::detail::require_agreement_to_step(rank, trouble.refusal, 0, 0, false, true);
         break;
       case StepProblem::units:
         throw UsageError(
@@ -223,16 +250,12 @@ class DeviceDecision {
         zero::detail::require_agreement_to_step(rank, "", 1, 0, false, true);
         break;
       case StepProblem::presence:
-        throw UsageError("step: " + state_.name_of(report.rank) +
+        throw UsageError("step: " + state_.name_of(trouble.rank) +
                          " has a gradient on some ranks only; reduced gradients must be the same "
                          "on all. Nothing was stepped");
     }
-    Outcome outcome{report.applied != 0, report.step_number};
-    if (report.measured != 0) outcome.gradient_norm = report.scale.norm;
-    return outcome;
   }
 
- private:
   [[nodiscard]] std::size_t ranks() { return static_cast<std::size_t>(state_.world()); }
   [[nodiscard]] StepMessage* own_message() {
     return reinterpret_cast<StepMessage*>(message_.data());
@@ -248,6 +271,7 @@ class DeviceDecision {
   DeviceArray<ParameterFacts> facts_{};
   DeviceArray<std::int64_t> counts_{};
   DeviceArray<Opt> groups_{};
+  std::uint64_t told_ = 0;      ///< up to which attempt the host knows of trouble
   std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
   Steps<float, floats> float_steps_{};
   Steps<double, doubles> double_steps_{};

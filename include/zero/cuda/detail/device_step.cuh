@@ -94,6 +94,7 @@ class DeviceStep {
   /// To be followed by `rebuild`.
   explicit DeviceStep(State& state) : state_(state), units_(state), decision_(state) {
     cuda::check(cudaGetDevice(&own_device_), "cudaGetDevice");
+    require_device("construction", talks());
   }
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
@@ -114,6 +115,7 @@ class DeviceStep {
                          memory);
     });
     if (captured_) upload_always();
+    reserve();
     const std::size_t count = state_.parameters.size();
     marked_.resize(count);
     late_.assign(count, 0);
@@ -131,8 +133,9 @@ class DeviceStep {
     decision_.rebuild();
   }
 
-  /// Throws `UsageError` unless the optimizer's device is current, and `stream`'s.
-  void require_device(const char* verb, StreamView stream = {}) const {
+  /// Throws `UsageError` unless the optimizer's device is current, and `stream`'s, and where that
+  /// captures what can't be captured.
+  void require_device(const char* verb, StreamView stream = {}) {
     int current = 0, of_stream = 0;
     cuda::check(cudaGetDevice(&current), "cudaGetDevice");
     const std::string ours = std::to_string(own_device_);
@@ -147,11 +150,25 @@ class DeviceStep {
                        std::to_string(of_stream) + ", but this optimizer was made on device " +
                        ours + "; give it a stream of that device");
     }
+    require_capturable(verb, stream);
+  }
+  /// Throws `UsageError` where marks came in streams that captured and the step's does not, or the
+  /// other way round: the graph would reduce nothing, or nothing but the graph.
+  void require_marks_alike(StreamView stream = {}) {
+    const Capture other = captures(stream) ? Capture::no : Capture::yes;
+    if (!marked_in_[static_cast<std::size_t>(other)]) return;
+    throw UsageError(
+        std::string("step: its stream ") +
+        (other == Capture::no
+             ? "captures, but gradients were marked before the capture began; mark them "
+               "within it"
+             : "does not capture, but gradients were marked within a capture; step "
+               "within it"));
   }
 
   /// What `stream` holds now comes before parameter i's gradient is read.
   void note_mark(std::size_t i, StreamView stream) {
-    (void)captures(stream);
+    marked_in_[static_cast<std::size_t>(captures(stream) ? Capture::yes : Capture::no)] = true;
     marked_[i].record(stream);
     if (reduces()) {
       state_.comm().stream().wait(marked_[i]);
@@ -177,6 +194,7 @@ class DeviceStep {
   /// Forgets what was marked.
   void forget() noexcept {
     awaited_.clear();
+    marked_in_ = {};
     rounds_ = 0;
     end_of_round();
     if constexpr (State::pools_gradients) let_go_of_gradients();
@@ -272,6 +290,12 @@ class DeviceStep {
     }
   }
 
+  /// Throws `UsageError` where an earlier step was not taken and nobody has asked what it came to.
+  void require_told() {
+    if (last_ == nullptr) return;  // while it captures, nobody may ask for events
+    reports_.for_each_done([&](const Report& report) { decision_.require_told(report); });
+  }
+
   /// The step that was enqueued last.
   [[nodiscard]] cuda::Step last_step() {
     return cuda::Step(
@@ -308,9 +332,37 @@ class DeviceStep {
   }
   [[nodiscard]] StreamView talks() { return state_.comm().stream(); }
 
+  enum class Capture : std::uint8_t { no, yes };
+  [[nodiscard]] static bool is_capturing(StreamView stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream.get(), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  void require_capturable(const char* verb, StreamView stream) {
+    if (!is_capturing(stream)) return;
+    const auto refuse = [&](const char* why) {
+      throw UsageError(std::string(verb) + ": the stream captures, but " + why);
+    };
+    if constexpr (State::steps_tensors) {
+      refuse(
+          "a whole-tensor optimizer waits for the device in each step; step it outside of graphs, "
+          "or "
+          "use an update rule");
+    }
+    if (state_.alone()) return;
+    if constexpr (requires { requires !Comm::capturable; }) {
+      refuse(
+          "ranks over this communicator meet on the host; capture ranks over NCCL, or one alone");
+    }
+    if (State::Stage::shards_values) {
+      refuse(
+          "units of several ranks are gathered ahead, in a stream of their own; use "
+          "zero::Stage2 in graphs");
+    }
+  }
+
   StepEnd enqueue_step(const std::string& refusal, bool& updating, StreamView stream) {
     if (!refusal.empty() && state_.alone()) throw AgreedRefusal(refusal);
-    if constexpr (State::steps_tensors) require_no_capture(stream);
     if (!state_.alone()) state_.comm().check();
     if constexpr (State::Stage::shards_values) {
       units_.check();
@@ -368,6 +420,23 @@ class DeviceStep {
       cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whoever writes to them
       blocks_.close_all(talks());
     } catch (...) {  // a device that is lost has no use for them
+    }
+  }
+
+  /// Room for sums in rank order, where the communicator needs it: made now, a capture can't grow
+  /// it.
+  void reserve() {
+    if constexpr (requires { state_.comm().reserve(std::size_t{}); }) {
+      std::size_t bytes = 0;
+      for_each_lane([&]<class Lane>(Lane& lane, auto&) {
+        for (std::size_t b = 0; b < state_.layout->buckets(lane.index); ++b) {
+          for (int r = 0; r < state_.world(); ++r) {
+            bytes = std::max(bytes, state_.layout->slice(lane.index, b, r).size() *
+                                        sizeof(typename Lane::arithmetic));
+          }
+        }
+      });
+      state_.comm().reserve((bytes + slice_alignment) * ranks());
     }
   }
 
@@ -470,9 +539,7 @@ class DeviceStep {
   /// Whether `stream` captures. A graph takes along all that its step is to find on the device and,
   /// once there is one, so does every step, since graphs may have been launched before it.
   [[nodiscard]] bool captures(StreamView stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    cuda::check(cudaStreamIsCapturing(stream.get(), &status), "cudaStreamIsCapturing");
-    if (status == cudaStreamCaptureStatusNone) return false;
+    if (!is_capturing(stream)) return false;
     if (!std::exchange(captured_, true)) upload_always();
     return true;
   }
@@ -539,15 +606,6 @@ class DeviceStep {
     let_wait(stream, talks());
   }
 
-  static void require_no_capture(StreamView stream) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    cuda::check(cudaStreamIsCapturing(stream.get(), &capture), "cudaStreamIsCapturing");
-    if (capture == cudaStreamCaptureStatusNone) return;
-    throw UsageError(
-        "step: a whole-tensor optimizer waits for the device, so its step can't be captured into a "
-        "graph; step it outside, or use an update rule");
-  }
-
   template <class Lane, class Of>
   void update_tensors(Lane& lane, Of& of, Interval buckets, StreamView stream) {
     using S = typename Lane::storage;
@@ -584,7 +642,9 @@ class DeviceStep {
     task.chunks = range.chunks;
     task.chunk_count = range.chunk_count;
     task.master = lane.master.data();
-    for (std::size_t s = 0; s < State::slots; ++s) task.state[s] = lane.state[s].data();
+    if constexpr (State::slots != 0) {
+      for (std::size_t s = 0; s < State::slots; ++s) task.state[s] = lane.state[s].data();
+    }
     task.sums = sums_of(lane);
     task.steps = decision_.template steps<typename Lane::arithmetic>();
     task.step = decision_.step();
@@ -657,8 +717,9 @@ class DeviceStep {
 
   State& state_;
   int own_device_ = 0;
-  bool broken_ = false;    ///< some step was not enqueued to its end
-  bool captured_ = false;  ///< some step was, into a graph
+  bool broken_ = false;              ///< some step was not enqueued to its end
+  bool captured_ = false;            ///< some step was, into a graph
+  std::array<bool, 2> marked_in_{};  ///< by `Capture`: whether gradients were in this step
   LaunchOrder order_{};
   typename OfLanes<typename State::Lanes>::type of_lanes_{};
   // Of stages that pool gradients.

@@ -5,7 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -21,7 +23,7 @@ class ReportSlot {
   ReportSlot() {
     void* memory = nullptr;
     check(cudaMallocHost(&memory, sizeof(Report)), "cudaMallocHost");
-    memory_ = static_cast<Report*>(memory);
+    memory_ = new (memory) Report{};
   }
   ReportSlot(const ReportSlot&) = delete;
   ReportSlot& operator=(const ReportSlot&) = delete;
@@ -49,6 +51,14 @@ class StepReports {
   /// Made on the device that is current.
   StepReports() {
     for (int k = 0; k < 4; ++k) slots_.push_back(std::make_shared<Slot>());
+  }
+
+  /// `f(report)` of steps that are done.
+  template <class F>
+  void for_each_done(F&& f) const {
+    for (const std::shared_ptr<Slot>& slot : slots_) {
+      if (slot->done().done()) f(std::as_const(*slot->memory()));
+    }
   }
 
   [[nodiscard]] std::shared_ptr<Slot> take() {
