@@ -175,7 +175,10 @@ class Decision {
     report.last.attempt = ++report.attempt;
     const bool in_trouble = report.last.problem != StepProblem::none;
     if (report.untold.attempt <= task_.told) report.untold.problem = StepProblem::none;
-    if (in_trouble && report.untold.problem == StepProblem::none) report.untold = report.last;
+    const bool told = message(task_.rank).refused != 0;  // its host has thrown
+    if (in_trouble && !told && report.untold.problem == StepProblem::none) {
+      report.untold = report.last;
+    }
     report.measured = 0;
     report.applied = 0;
     if (!in_trouble) {

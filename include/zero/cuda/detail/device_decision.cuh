@@ -216,9 +216,6 @@ class DeviceDecision {
     const StepTrouble& trouble = report.untold;
     if (trouble.problem == StepProblem::none || trouble.attempt <= told_) return;
     told_ = trouble.attempt;
-    const bool own = trouble.problem == StepProblem::refused &&
-                     trouble.rank == static_cast<std::uint32_t>(state_.rank());
-    if (own) return;  // it threw then
     try {
       tell_of(trouble);
     } catch (const UsageError& error) {

@@ -345,9 +345,9 @@ class DeviceStep {
     };
     if constexpr (State::steps_tensors) {
       refuse(
-          "a whole-tensor optimizer waits for the device in each step; step it outside of graphs, "
-          "or "
-          "use an update rule");
+          "a whole-tensor optimizer waits for the device in each step and can't be captured; step "
+          "it "
+          "outside of graphs, or use an update rule");
     }
     if (state_.alone()) return;
     if constexpr (requires { requires !Comm::capturable; }) {
