@@ -413,6 +413,8 @@ class InProcessState {
     origin_ = rank;
     try {
       cause_ = text();
+      if (cause_.ends_with('.'))
+        cause_.pop_back();  // what another error said, in `error`'s sentence
     } catch (...) {
       // The kind of failure and the rank are known all the same.
     }

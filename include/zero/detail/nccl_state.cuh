@@ -641,6 +641,8 @@ class NcclState {
     failure_ = failure;
     try {
       cause_ = text();
+      if (cause_.ends_with('.'))
+        cause_.pop_back();  // what another error said, in `fail`'s sentence
     } catch (...) {
       // Out of memory. The kind of failure is known all the same.
     }
