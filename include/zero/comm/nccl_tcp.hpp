@@ -82,8 +82,8 @@ struct NcclTcp {
   }
 
   /// Throws `UsageError`, and `CommunicatorError` where ranks don't come in time: all that have
-  /// come then name those that have not. A rank that has reached rank 0 waits up to a quarter of
-  /// `timeout`, and 5 s, longer for that.
+  /// come then name those that have not. For that, a rank that has reached rank 0 waits longer than
+  /// `timeout`, by a quarter of it and 5 s at most.
   [[nodiscard]] ncclUniqueId unique_id(std::chrono::nanoseconds timeout) const {
     detail::check_place("NcclTcp", rank, size);
     if (port < 1 || port > 65535) {
