@@ -205,7 +205,15 @@ TEST_CASE("file: who is missing is named, and nothing stays", "[bootstrap]") {
   const Met differ = meet(2, [&](int rank) { return ids(rank, rank == 0 ? 2 : 3); });
   CHECK_THAT(differ.text(0), ContainsSubstring("rank 1 says that there are 3 ranks, not 2"));
   CHECK_THROWS_WITH(ids(2, 2), ContainsSubstring("rank is 2 of 2"));
-  CHECK_THROWS_AS((NcclFile{"/no/such/directory/file", 1, 2}.unique_id(patient)), zero::UsageError);
+  // A file is no directory either. Rank 0 doesn't wait for the others before it says so.
+  const std::string file = directory.file();
+  for (const std::string& path : {std::string("/no/such/directory/file"), file + "/file"}) {
+    for (const int rank : {0, 1}) {
+      const NcclFile misled{path, rank, 2};
+      CHECK_THROWS_AS(misled.unique_id(patient), zero::UsageError);
+      CHECK_THROWS_WITH(misled.unique_id(patient), ContainsSubstring("directory must exist"));
+    }
+  }
 }
 
 TEST_CASE("TCP: ranks meet in any order", "[bootstrap]") {
@@ -296,6 +304,35 @@ TEST_CASE("TCP: what can't be is refused or times out, with names", "[bootstrap]
                     ContainsSubstring("can't listen at port " + std::to_string(port)));
 }
 
+TEST_CASE("TCP: all that have come name those that have not", "[bootstrap]") {
+  const int port = free_port();
+  for (const bool rank_0_is_last : {false, true}) {
+    const Met met = meet(3, [&](int rank) -> ncclUniqueId {
+      if (rank == 0 && rank_0_is_last) std::this_thread::sleep_for(100ms);
+      if (rank == 0) return NcclTcp{"127.0.0.1", port, 0, 5}.unique_id(1200ms);
+      // Rank 2 is patient, and need not be: it is told.
+      return NcclTcp{"127.0.0.1", port, rank, 5}.unique_id(rank == 1 ? 1200ms : patient);
+    });
+    for (const std::size_t rank : {0U, 1U, 2U}) {
+      CHECK_THAT(met.text(rank), ContainsSubstring("rank " + std::to_string(rank) + ": ") &&
+                                     ContainsSubstring("rank 0 waited 1.2 s") &&
+                                     ContainsSubstring("not come: 3 4;"));
+      try {
+        if (met.thrown[rank]) std::rethrow_exception(met.thrown[rank]);
+      } catch (const CommunicatorError& error) {
+        CHECK(error.failure() == zero::CommunicatorFailure::timeout);
+        CHECK(error.rank() == static_cast<int>(rank));
+      }
+    }
+  }
+  const Met many = meet(2, [&](int rank) {
+    return NcclTcp{"127.0.0.1", port, rank, 1000}.unique_id(rank == 0 ? 300ms : patient);
+  });
+  for (const std::size_t rank : {0U, 1U}) {
+    CHECK_THAT(many.text(rank), ContainsSubstring("not come: 2 3 ") && ContainsSubstring(" more;"));
+  }
+}
+
 TEST_CASE("TCP: the environment as torchrun sets it", "[bootstrap]") {
   Environment environment;
   const NcclTcp tcp = NcclTcp::from_environment();
@@ -304,6 +341,16 @@ TEST_CASE("TCP: the environment as torchrun sets it", "[bootstrap]") {
   CHECK(tcp.rank == 1);
   CHECK(tcp.size == 4);
   CHECK(tcp.local_rank == 0);
+
+  // Whether torchrun's agent listens at MASTER_PORT itself.
+  environment.set("TORCHELASTIC_USE_AGENT_STORE", "False");
+  CHECK(NcclTcp::from_environment().port == 29500);
+  environment.set("TORCHELASTIC_USE_AGENT_STORE", "True");
+  CHECK(NcclTcp::from_environment().port == 29501);
+  environment.set("MASTER_PORT", "65535");
+  CHECK_THROWS_WITH(NcclTcp::from_environment(), ContainsSubstring("MASTER_PORT is 65535"));
+  environment.unset("TORCHELASTIC_USE_AGENT_STORE");
+  CHECK(NcclTcp::from_environment().port == 65535);
 
   environment.unset("RANK");
   environment.set("WORLD_SIZE", "four");
@@ -324,6 +371,11 @@ TEST_CASE("TCP: the environment as torchrun sets it", "[bootstrap]") {
   environment.set("WORLD_SIZE", "4 ");
   CHECK_THROWS_WITH(NcclTcp::from_environment(),
                     ContainsSubstring("RANK is \"-1\"") && ContainsSubstring("\"4 \""));
+}
+
+TEST_CASE("NCCL: a process without devices has no ranks", "[bootstrap]") {
+  CHECK_THROWS_AS(NcclCommunicator::local({}), zero::UsageError);
+  CHECK_THROWS_WITH(NcclCommunicator::local({}), ContainsSubstring("no devices"));
 }
 
 TEST_CASE("NCCL: communicators by each way to meet", "[bootstrap]") {

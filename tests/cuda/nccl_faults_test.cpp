@@ -489,6 +489,44 @@ TEST_CASE("NCCL: options that differ are a mismatch, on all ranks", "[faults]") 
   }
 }
 
+TEST_CASE("NCCL: a peer that joins but doesn't compare options", "[faults]") {
+  const Clean clean;
+  (void)largest_world();
+  const ncclUniqueId id = zero::detail::new_nccl_id();
+  zero::NcclOptions options = quick();
+  options.init_timeout = 500ms;
+  const auto thrown = nccl_ranks::run_threads(2, [&](int rank) {
+    const zero::cuda::Stream stream;
+    if (rank == 0) {
+      NcclCommunicator(id, 0, 2, stream, options);
+    } else {
+      ncclComm_t comm = zero::detail::NcclInit(id, 1, 2).finish(Clock::now() + 20s);
+      std::this_thread::sleep_for(900ms);
+      (void)ncclCommAbort(comm);
+    }
+  });
+  const Failure failure = attempt([&] {
+    if (thrown[0]) std::rethrow_exception(thrown[0]);
+  });
+  CHECK(failure.cause == CommunicatorFailure::timeout);
+  CHECK_THAT(
+      failure.text,
+      ContainsSubstring("waited 0.5 s; NcclCommunicator (comparing options), sequence 0, was") &&
+          ContainsSubstring("init_timeout"));
+}
+
+TEST_CASE("NCCL: a reason that is a sentence keeps one full stop", "[faults]") {
+  const Clean clean;
+  const std::vector<Failure> all = failures(
+      1,
+      [](NcclCommunicator& comm) {
+        comm.abort("data is null. Nothing was started.");
+        comm.check();
+      },
+      patient());
+  CHECK_THAT(all[0].text, ContainsSubstring("Nothing was started. This communicator"));
+}
+
 TEST_CASE("NCCL: what waits behind an exchange is named too", "[faults]") {
   const Clean clean;
   const std::vector<Failure> all = failures(

@@ -286,6 +286,7 @@ class NcclCommunicatorRef {
     detail::InProcessOperation what = detail::checked::exchange(
         *this, std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
     what.name = name;
+    what.element = {};  // how many bytes it is says nothing to the caller
     start<void>(what).wait(timeout);
     return all;
   }
@@ -366,9 +367,13 @@ class NcclCommunicator : public NcclCommunicatorRef {
   }
 
   /// All ranks of a world in one process, rank r on `devices[r]`, each with a stream of its own.
-  /// Each is to be used by a thread of its own.
+  /// Each is to be used by a thread of its own. Throws as the constructors do.
   [[nodiscard]] static std::vector<NcclCommunicator> local(std::span<const int> devices,
                                                            const NcclOptions& options = {}) {
+    if (devices.empty()) {
+      throw UsageError(
+          "NcclCommunicator::local: there are no devices; give one for each rank, such as 0, 1.");
+    }
     const auto end = detail::deadline(options.init_timeout);
     const ncclUniqueId id = detail::new_nccl_id();
     std::vector<detail::NcclInit> joining;
@@ -479,8 +484,9 @@ class NcclCommunicator : public NcclCommunicatorRef {
   }
 
   void agree_on_reduction() {
-    const std::vector<NcclReduction> all = exchange_all(
-        "NcclCommunicator", state()->options().reduction, state()->options().init_timeout);
+    const std::vector<NcclReduction> all =
+        exchange_all("NcclCommunicator (comparing options)", state()->options().reduction,
+                     state()->options().init_timeout);
     const auto other = std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>());
     if (other == all.end()) return;
     const auto words = [&](std::ptrdiff_t r) {

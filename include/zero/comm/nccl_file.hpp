@@ -39,6 +39,7 @@ struct NcclFile {
   /// Throws `UsageError`, and `CommunicatorError` where a rank doesn't come in time.
   [[nodiscard]] ncclUniqueId unique_id(std::chrono::nanoseconds timeout) const {
     detail::check_place("NcclFile", rank, size);
+    require_directory();
     const Clock::time_point end = detail::deadline(timeout);
     if (rank == 0) return answer(end, timeout);
     return call(end, timeout);
@@ -61,6 +62,20 @@ struct NcclFile {
     ncclUniqueId id{};
     std::uint64_t size = 0;
   };
+
+  /// Rank 0 writes only once all have called: it would wait in vain.
+  void require_directory() const {
+    const std::filesystem::path directory = std::filesystem::path(path).parent_path();
+    std::error_code code;
+    if (directory.empty() || std::filesystem::is_directory(directory, code)) return;
+    refuse_to_write(path, code ? code : std::make_error_code(std::errc::not_a_directory));
+  }
+
+  [[noreturn]] void refuse_to_write(const std::string& to, const std::error_code& code) const {
+    throw UsageError("NcclFile: rank " + std::to_string(rank) + " can't write " + to + " (" +
+                     code.message() +
+                     "); its directory must exist, and all ranks must be able to write there.");
+  }
 
   [[nodiscard]] std::string call_path(int of) const { return path + "." + std::to_string(of); }
 
@@ -179,9 +194,7 @@ struct NcclFile {
       code = std::error_code(errno, std::generic_category());
     }
     remove(temporary);
-    throw UsageError("NcclFile: rank " + std::to_string(rank) + " can't write " + to + " (" +
-                     code.message() +
-                     "); its directory must exist, and all ranks must be able to write there.");
+    refuse_to_write(to, code);
   }
   static void remove(const std::string& what) {
     std::error_code ignored;

@@ -5,6 +5,7 @@
 
 #include <nccl.h>
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cstddef>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -35,8 +37,9 @@ struct NcclTcp {
   int size = 1;
   int local_rank = 0;  ///< among the ranks of this host: which device to make current
 
-  /// From MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK. Throws a `UsageError` that
-  /// names each one that is missing or no number.
+  /// From MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK. Where torchrun's agent listens
+  /// at MASTER_PORT itself (it then sets TORCHELASTIC_USE_AGENT_STORE to True), `port` is
+  /// MASTER_PORT + 1. Throws a `UsageError` that names each one that is missing or no number.
   [[nodiscard]] static NcclTcp from_environment() {
     std::string faults;
     const auto text = [&](const char* name) -> std::string {
@@ -67,12 +70,20 @@ struct NcclTcp {
       faults = "; RANK is " + std::to_string(tcp.rank) + ", not less than WORLD_SIZE, which is " +
                std::to_string(tcp.size);
     }
+    const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+    if (agent != nullptr && std::string_view(agent) == "True" && ++tcp.port > 65535) {
+      faults +=
+          "; MASTER_PORT is 65535, where torchrun's agent listens "
+          "(TORCHELASTIC_USE_AGENT_STORE), and the ranks' own port, the next, is none";
+    }
     if (faults.empty()) return tcp;
     throw UsageError("NcclTcp::from_environment: " + faults.substr(2) +
                      "; start the program by torchrun, or set these variables for each process.");
   }
 
-  /// Throws `UsageError`, and `CommunicatorError` where ranks don't come in time.
+  /// Throws `UsageError`, and `CommunicatorError` where ranks don't come in time: all that have
+  /// come then name those that have not. For that, a rank that has reached rank 0 waits longer than
+  /// `timeout`, by a quarter of it and 5 s at most.
   [[nodiscard]] ncclUniqueId unique_id(std::chrono::nanoseconds timeout) const {
     detail::check_place("NcclTcp", rank, size);
     if (port < 1 || port > 65535) {
@@ -95,7 +106,8 @@ struct NcclTcp {
   struct Answer {
     char magic[8] = {'z', 'e', 'r', 'o', 'N', 'C', 'C', 'L'};
     ncclUniqueId id{};
-    char refusal[256] = {};  // empty: none
+    std::int32_t gave_up = 0;  // 1: no fault of who is refused, but rank 0's time is over
+    char refusal[512] = {};    // empty: none
   };
   /// Somebody who has connected.
   struct Guest {
@@ -107,10 +119,10 @@ struct NcclTcp {
 
   [[nodiscard]] std::string address() const { return host + ":" + std::to_string(port); }
 
-  [[noreturn]] void fail(std::chrono::nanoseconds timeout, const std::string& why) const {
+  [[noreturn]] void fail(const std::string& why) const {
     throw CommunicatorError(CommunicatorFailure::timeout, rank, "NcclTcp", 0,
-                            "rank " + std::to_string(rank) + ": waited " +
-                                detail::seconds_of(timeout) + " at " + address() + ": " + why +
+                            "rank " + std::to_string(rank) + ": NcclTcp at " + address() + ": " +
+                                why +
                                 "; check that all ranks were started, that MASTER_ADDR is rank 0's "
                                 "host and that no firewall closes the port, or allow more time "
                                 "(NcclOptions::init_timeout).");
@@ -128,13 +140,6 @@ struct NcclTcp {
     int missing = size - 1;
     std::string refused;
     while (missing > 0) {
-      if (Clock::now() >= end) {
-        std::string ranks;
-        for (std::size_t r = 1; r < called.size(); ++r) {
-          if (!called[r].is_open()) ranks += " " + std::to_string(r);
-        }
-        fail(timeout, "these ranks have not come:" + ranks + refused);
-      }
       while (detail::Socket socket = listener.accept()) {
         guests.push_back({.socket = std::move(socket), .since = Clock::now()});
       }
@@ -143,8 +148,7 @@ struct NcclTcp {
         const std::string refusal = refuse(guest.hello, called, tokens);
         if (!refusal.empty()) {
           refused = "; refused: " + refusal;
-          Answer no;
-          std::snprintf(no.refusal, sizeof no.refusal, "%s", refusal.c_str());
+          const Answer no = refusing(refusal);
           (void)guest.socket.send(&no, sizeof no);
           guest.socket = {};
           continue;
@@ -155,10 +159,42 @@ struct NcclTcp {
         tokens[r] = guest.hello.token;
       }
       std::erase_if(guests, [](const Guest& guest) { return !guest.socket.is_open(); });
-      if (missing > 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      if (missing == 0) break;
+      if (Clock::now() >= end) {
+        const std::string why = "rank 0 waited " + detail::seconds_of(timeout) +
+                                "; these ranks have not come:" + absent(called) + refused;
+        Answer no = refusing(why);
+        no.gave_up = 1;
+        for (const detail::Socket& socket : called) {
+          if (socket.is_open()) (void)socket.send(&no, sizeof no);
+        }
+        fail(why);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     for (std::size_t r = 1; r < called.size(); ++r) (void)called[r].send(&answer, sizeof answer);
     return answer.id;
+  }
+
+  static Answer refusing(const std::string& why) {
+    Answer no;
+    std::snprintf(no.refusal, sizeof no.refusal, "%s", why.c_str());
+    return no;
+  }
+
+  /// " 1 2", with no more ranks than fit into a refusal.
+  static std::string absent(const std::vector<detail::Socket>& called) {
+    std::string ranks;
+    int more = 0;
+    for (std::size_t r = 1; r < called.size(); ++r) {
+      if (called[r].is_open()) continue;
+      if (ranks.size() < 200) {
+        ranks += " " + std::to_string(r);
+      } else {
+        ++more;
+      }
+    }
+    return more == 0 ? ranks : ranks + " and " + std::to_string(more) + " more";
   }
 
   /// Whether all of its hello is there. Closes those who are no ranks, or too slow for one.
@@ -196,14 +232,17 @@ struct NcclTcp {
 
   [[nodiscard]] ncclUniqueId ask(Clock::time_point end, std::chrono::nanoseconds timeout) const {
     const Hello hello{.rank = rank, .size = size, .token = detail::new_token()};
+    // Rank 0, which may have come a little later, says who is missing when it gives up.
+    const auto grace = std::min<std::chrono::nanoseconds>(timeout / 4, std::chrono::seconds(5));
     std::string trouble = "nobody listens there";
     while (Clock::now() < end) {
       detail::Socket socket = detail::connect_to(host, port, end, trouble);
       Answer answer;
       if (socket.is_open() && socket.send(&hello, sizeof hello)) {
-        if (listen_for(socket, answer, end)) {
+        if (listen_for(socket, answer, end + grace)) {
           if (answer.refusal[0] == '\0') return answer.id;
           answer.refusal[sizeof answer.refusal - 1] = '\0';
+          if (answer.gave_up != 0) fail(answer.refusal);
           throw UsageError("NcclTcp: rank " + std::to_string(rank) + " was refused at " +
                            address() + ": " + answer.refusal +
                            "; give each process its own RANK, and all the same WORLD_SIZE.");
@@ -212,7 +251,7 @@ struct NcclTcp {
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
-    fail(timeout, trouble);
+    fail("waited " + detail::seconds_of(timeout) + ": " + trouble);
   }
 
   static bool listen_for(const detail::Socket& socket, Answer& answer, Clock::time_point end) {

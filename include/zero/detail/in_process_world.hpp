@@ -413,6 +413,7 @@ class InProcessState {
     origin_ = rank;
     try {
       cause_ = text();
+      if (cause_.ends_with('.')) cause_.pop_back();  // `error` goes on with one
     } catch (...) {
       // The kind of failure and the rank are known all the same.
     }

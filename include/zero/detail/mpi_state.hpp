@@ -275,6 +275,7 @@ class MpiState {
     origin_ = rank;
     try {
       cause_ = text();
+      if (cause_.ends_with('.')) cause_.pop_back();  // `fail` goes on with one
     } catch (...) {
       // Out of memory. The kind of failure and the rank are known all the same.
     }

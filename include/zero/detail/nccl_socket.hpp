@@ -113,8 +113,7 @@ inline Socket listen_at(int port) {
   if (socket) return socket;
   const std::string reason = std::generic_category().message(errno);
   throw UsageError("NcclTcp: rank 0 can't listen at port " + std::to_string(port) + " (" + reason +
-                   "); choose a free one, the same on all ranks. (torchrun's own store may use "
-                   "MASTER_PORT: then add 1 to NcclTcp::port on all ranks.)");
+                   "); choose a free one, the same on all ranks (NcclTcp::port).");
 }
 
 /// Closed where it fails within a second; `trouble` then says why.

@@ -641,6 +641,7 @@ class NcclState {
     failure_ = failure;
     try {
       cause_ = text();
+      if (cause_.ends_with('.')) cause_.pop_back();  // `fail` goes on with one
     } catch (...) {
       // Out of memory. The kind of failure is known all the same.
     }
@@ -664,7 +665,7 @@ class NcclState {
              unfinished_text(sequence) +
              "; check that all ranks live and start the same operations, in the same order and "
              "with sizes that agree (NCCL_DEBUG=INFO shows what NCCL does), or allow more time "
-             "(NcclOptions::timeout)";
+             "(NcclOptions::timeout; init_timeout while a communicator is made)";
     });
   }
 
