@@ -243,7 +243,8 @@ class ZeroSharded {
   /// Collective. Throws `UsageError` on all ranks, and changes nothing, where one rank's store or
   /// options can't be used, or where ranks differ in parameters, initial values or policies; the
   /// message names the rank and the first parameter concerned. On a device also where another
-  /// device than the communicator's is current, or `Settings::memory` gives host memory.
+  /// device than that of the communicator's stream is current, and where `Settings::memory` gives
+  /// memory that the device can't use.
   template <class... P>
   ZeroSharded(std::type_identity_t<Opt> options, std::type_identity_t<Store> store,
               std::type_identity_t<Comm> comm, P... policies)
@@ -392,9 +393,10 @@ class ZeroSharded {
   }
   /// The same on a device, enqueued in `stream` (the legacy default stream, if none is given) and
   /// the communicator's, both ways in order. The host waits for nothing, so what only the ranks
-  /// together know is thrown by the returned step's `outcome()`. Where nobody has asked of a step
-  /// that was refused, a later `step()` of each rank throws the refusal, once the report of it has
-  /// arrived; that later step is enqueued all the same, and the text says which one was refused.
+  /// together know is thrown by the returned step's `outcome()`. Of a step that no rank took a
+  /// later `step()` throws why, once the report has arrived, on each rank that has not been told
+  /// (the one that refused threw at once). That later step is enqueued all the same
+  /// (`last_outcome()` tells of it); the text says which one was not taken.
   /// After a peer has failed the next `step` throws `CommunicatorError`.
   ///
   /// May be captured into a CUDA graph, with marks inside the capture: a mark's stream must capture

@@ -28,7 +28,7 @@ class Step {
   /// Throws what no rank could know when it enqueued the step, on every rank that asks:
   /// `UsageError` where a rank refused it or ranks differ in their options, so that no rank took it
   /// and nothing has changed; `CommunicatorError` where a peer failed, `CudaError` where the device
-  /// did. A refusal that nobody has asked for is thrown by a later `step` of each rank.
+  /// did. Where nobody asks, a later `ZeroSharded::step` throws it.
   [[nodiscard]] Outcome outcome() const {
     if (report_ == nullptr) {
       throw UsageError(
