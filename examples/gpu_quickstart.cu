@@ -19,11 +19,13 @@ int main() {
   std::vector parameters{zero::cuda::ParamRef("weights", {1024}, weights.data(), gradient.data())};
   zero::ZeroSharded optimizer{zero::cuda::FusedAdam{.lr = 1e-1}, parameters, comm};
 
-  for (int step = 0; step < 100; ++step) {
+  for (int step = 1; step <= 100; ++step) {
     backward<<<4, 256, 0, stream.view().get()>>>(weights.data(), gradient.data(), 1024);
-    optimizer.mark_ready(0,
-                         stream);  // complete once the stream has come here: reduced from then on
-    optimizer.step(stream);        // enqueued; the host waits for nothing
+    optimizer.mark_ready(0, stream);  // complete once the stream is here: reduced from then on
+    const auto taken = optimizer.step(stream);  // enqueued; the host waits for nothing
+    if (step % 10 != 0) continue;
+    const zero::Outcome outcome = taken.outcome();  // now and then: waits, throws what went wrong
+    if (!outcome.applied) std::printf("step %d was skipped\n", step);
   }
   std::printf("step %ld, state on this rank: %zu bytes of %zu\n",
               static_cast<long>(optimizer.last_outcome().step), optimizer.memory().state,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam over NCCL, its state spread over GPUs: each keeps 1/K of the two moments.
 //
-//   nvcc -std=c++20 -O2 -Iinclude examples/nccl_adam.cu -lnccl -o nccl_adam
-//   ./nccl_adam                                             one process, a thread for each GPU
-//   torchrun --no-python --nproc-per-node 8 ./nccl_adam     one process a GPU, on any number of
-//   hosts
+//   nvcc -std=c++20 -O2 -Werror=cross-execution-space-call -Iinclude examples/nccl_adam.cu -lnccl
+//        -o nccl_adam
+//   ./nccl_adam                                            one process, a thread for each GPU
+//   torchrun --no-python --nproc-per-node 8 ./nccl_adam    a process for each GPU, on any hosts
 //
 // The model is a linear regression; what it is to find out is w[j] = sin(j).
 #include <cmath>

@@ -3,7 +3,8 @@
 // step is as long as the tensor is large. Two ranks share one GPU; each keeps the moments of its
 // half of the tensors.
 //
-//   nvcc -std=c++20 -O2 -Iinclude examples/thrust_optimizer.cu -o thrust_optimizer
+//   nvcc -std=c++20 -O2 -Werror=cross-execution-space-call -Iinclude
+//        examples/thrust_optimizer.cu -o thrust_optimizer
 #include <thrust/device_vector.h>
 #include <thrust/execution_policy.h>
 #include <thrust/for_each.h>

@@ -3,7 +3,8 @@
 // state, K ranks on one GPU; a kernel that makes up gradients stands in for backward. Prints the
 // time of a step, and memory as the library accounts for it and as the device sees it.
 //
-//   nvcc -std=c++20 -O2 -Iinclude examples/bert/on_gpu.cu examples/bert/config.cpp -o bert_on_gpu
+//   nvcc -std=c++20 -O2 -Werror=cross-execution-space-call -Iinclude
+//        examples/bert/on_gpu.cu examples/bert/config.cpp -o bert_on_gpu
 //   ./bert_on_gpu base 3 2 10            model, stage (1, 2, 3), ranks, steps
 #include <algorithm>
 #include <charconv>

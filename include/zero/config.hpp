@@ -4,11 +4,11 @@
 /// Nothing outside this header asks about a compiler, a system or a header's presence.
 #pragma once
 
-/// The version, in this place alone: the build reads it from here.
 #if defined(__GNUC__) && __cplusplus < 202002L
 #error "zero needs C++20: compile with -std=c++20"
 #endif
 
+/// The version, in this place alone: the build reads it from here.
 #define ZERO_VERSION_MAJOR 0
 #define ZERO_VERSION_MINOR 1
 #define ZERO_VERSION_PATCH 0

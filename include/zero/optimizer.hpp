@@ -23,7 +23,10 @@
 ///  5. `static update(X& value, const X& gradient, X& slot…, const Scalars& s)` is generic in X:
 ///     a number (on a device) or a pack of numbers (on the host), so it uses + - * / and the
 ///     functions of math.hpp, and branches only on `s`, never on an X: where an X decides, write
-///     `zero::select(x > X(0), yes, no)`. Functions of the user's that it calls must be inline.
+///     `zero::select(x > X(0), yes, no)`. Functions of the user's that it calls must be inline
+///     and, on a device, `ZERO_HOST_DEVICE` as `scalars` and `update` themselves: where one isn't,
+///     nvcc only warns (#20014-D), and may leave the kernel empty. Make that an error:
+///     `-Werror=cross-execution-space-call`.
 ///  6. What it computes for an element depends on that element and `s` alone: neither on where the
 ///     element lies nor on earlier calls. Slots beyond `used_slots()` are not touched.
 ///

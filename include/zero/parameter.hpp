@@ -51,13 +51,13 @@ concept ElementSpan = ElementSpans<V> && requires { typename V::element_type; };
 /// A named tensor. Intent: the least that a framework must tell of one.
 ///
 ///  1. `name()`, unique within a store, the same on every rank; `shape()` as a span of extents
-///     (empty: a scalar), whose product is `values().size()`; or there are
-///     no values yet (`Settings::initial_value`).
+///     (empty: a scalar), whose product is `values().size()`; or there are no values yet
+///     (`Settings::initial_value`).
 ///  2. `values()` is a `std::span<T>` of contiguous elements, or a `std::variant` of such spans.
 ///  3. `gradient()` is the same type; its span is empty where there is none this step. It is asked
 ///     for again in every step, so a framework may allocate gradients anew.
-///  4. optionally `group()` (a `std::size_t`, default 0) and `attributes()` (default
-///  `Attributes{}`).
+///  4. optionally `group()` (a `std::size_t`, default 0) and `attributes()` (an `Attributes`,
+///     default `Attributes{}`).
 ///  5. optionally `P::memory_space` (default `MemorySpace::host`).
 ///  6. optionally `release_gradient()`: lets go of the gradient's memory, which stages that shard
 ///     gradients have copied then.

@@ -60,7 +60,8 @@ struct Settings {
   /// Where slots, arenas and staging come from. Must outlive the optimizer and, with a view that
   /// moves parameters, the parameters too. With the default, what peers in other processes read is
   /// where they can read it in place, if the communicator offers that. On a device it is device
-  /// memory, by default from CUDA's pool (`zero::cuda::DeviceResource`).
+  /// memory, by default from CUDA's pool (`zero::cuda::DeviceResource`); what the device can't use,
+  /// such as host memory, is refused.
   std::pmr::memory_resource* memory = huge_page_resource();
 };
 

@@ -55,8 +55,7 @@ enum class Accumulation : std::uint8_t {
   /// before that, but memory for all gradients. The default of `Replicated` and `Stage1`.
   local,
   /// Each backward's are reduced, and added to the sums that a rank keeps of its own part. Traffic
-  /// in each backward, and memory for a few buckets. Only `Stage2` and `Stage3` have it; it is
-  /// their
+  /// in each backward, and memory for a few buckets. Only `Stage2` and `Stage3` have it, as their
   /// default.
   sharded,
 };

@@ -242,7 +242,9 @@ class ZeroSharded {
 
   /// Collective. Throws `UsageError` on all ranks, and changes nothing, where one rank's store or
   /// options can't be used, or where ranks differ in parameters, initial values or policies; the
-  /// message names the rank and the first parameter concerned.
+  /// message names the rank and the first parameter concerned. On a device also where another
+  /// device than that of the communicator's stream is current, and where `Settings::memory` gives
+  /// memory that the device can't use.
   template <class... P>
   ZeroSharded(std::type_identity_t<Opt> options, std::type_identity_t<Store> store,
               std::type_identity_t<Comm> comm, P... policies)
@@ -352,9 +354,9 @@ class ZeroSharded {
   /// stream) from now on, or was until now. Where values are sharded a unit may come to another
   /// place each time: `acquire` rebinds its parameters. Units are gathered over a duplicate of the
   /// communicator, in its stream. Ranks that acquire different units learn of it from the step.
-  /// Over `cuda::InProcessCommunicator`, whose operations wait for peers as they are enqueued, a
-  /// parameter must be marked between the same two calls to `acquire` on all ranks (or on none
-  /// before the step): otherwise each waits for another, until the timeout.
+  /// Over `cuda::InProcessCommunicator`, whose operations wait for peers as they are enqueued, the
+  /// last mark of a bucket must stand between the same two calls to `acquire` on all ranks (or come
+  /// before the step on none): otherwise each waits for another, until the timeout.
   void acquire(int unit, Stream stream)
     requires on_device
   {
@@ -391,18 +393,26 @@ class ZeroSharded {
   }
   /// The same on a device, enqueued in `stream` (the legacy default stream, if none is given) and
   /// the communicator's, both ways in order. The host waits for nothing, so what only the ranks
-  /// together know is thrown by the returned step's `outcome()`. May be captured into a CUDA graph,
-  /// with the marks before it: the graph keeps the options and the places of gradients that it was
-  /// captured with, so capture anew after a change, and is ordered after other steps, and waited
-  /// for before the optimizer is asked or destroyed, by whoever launches it.
+  /// together know is thrown by the returned step's `outcome()`. Of a step that no rank took a
+  /// later `step()` throws why, once the report has arrived, on each rank that has not been told
+  /// (the one that refused threw at once). That later step is enqueued all the same
+  /// (`last_outcome()` tells of it); the text says which one was not taken.
+  /// After a peer has failed the next `step` throws `CommunicatorError`.
+  ///
+  /// May be captured into a CUDA graph, with marks inside the capture: a mark's stream must capture
+  /// where the step's does. Stage 3 of several ranks can't be captured, nor ranks over
+  /// `cuda::InProcessCommunicator`, nor whole-tensor optimizers; all of this throws `UsageError`.
+  /// The graph keeps the options and the places of gradients that it was captured with, so capture
+  /// anew after a change. Whoever launches it orders it after other steps, and waits for it before
+  /// the optimizer is asked or destroyed.
   auto step(Stream stream = {})
     requires on_device
   {
     engine_->step(stream);
     return engine_->way().last_step();
   }
-  /// Of a device: waits for all that was enqueued, and for what `stream` holds, into which graphs
-  /// of captured steps may have been launched; tells what the last step came to.
+  /// Of a device: blocks the host until all that was enqueued is done, and what `stream` holds,
+  /// into which graphs of captured steps may have been launched; tells what the last step came to.
   [[nodiscard]] Outcome last_outcome(Stream stream = {})
     requires on_device
   {
@@ -426,12 +436,14 @@ class ZeroSharded {
   void clip_grad_norm(std::optional<double> max_norm) { engine_->clip(max_norm); }
 
   /// What the loss of the next backward is to be multiplied by; 1 without `Settings::loss_scale`.
+  /// On a device this blocks the host until all that was enqueued is done: in a loop let a kernel
+  /// read `device_loss_scale()`.
   [[nodiscard]] double loss_scale() const {
     return engine_->locked([](const auto& state) { return state.scaling.loss_scale(); });
   }
 
-  /// The same where the device has it, so that a kernel may read it in the step's stream: no step
-  /// waits for the host to learn of the one before. Valid until a group is added.
+  /// The same where the device has it, so that a kernel may read it in the step's stream; this
+  /// doesn't block. Valid until a group is added.
   [[nodiscard]] const double* device_loss_scale() const
     requires on_device
   {
@@ -451,7 +463,8 @@ class ZeroSharded {
   /// Reads the master copies of this rank's 16-bit parameters from the parameters anew: to be
   /// called on all ranks after the caller has changed values (loaded weights, say), which otherwise
   /// the next step overwrites. Nothing happens where there are no masters. At stage 3 values can't
-  /// be changed so: what is written to an acquired unit is lost when it is released.
+  /// be changed so: what is written to an acquired unit is lost when it is released. On a device
+  /// this blocks as `steps()`.
   void reload_masters() { engine_->reload_masters(); }
 
   /// The store that was given.
@@ -484,12 +497,13 @@ class ZeroSharded {
     return all[g];
   }
 
-  /// How many steps have been applied.
+  /// How many steps have been applied. On a device this blocks the host until all that was enqueued
+  /// is done.
   [[nodiscard]] std::int64_t steps() const {
     return engine_->locked([](const auto& state) { return state.step_number; });
   }
   /// How often parameter i has been stepped: not in steps in which it was absent on all ranks.
-  /// Throws `UsageError` for a parameter that doesn't exist.
+  /// Blocks as `steps()`. Throws `UsageError` for a parameter that doesn't exist.
   [[nodiscard]] std::int64_t steps(std::size_t i) const {
     return engine_->locked([&](const auto& state) {
       engine_->require(i, "steps");
@@ -504,7 +518,8 @@ class ZeroSharded {
 
   /// This rank's optimizer state of the parameters of element type `T`, in the order of its shard.
   /// The spans stay valid as long as the optimizer and until a group is added, their contents until
-  /// the next step.
+  /// the next step. On a device they are device memory, whose contents are there when the steps
+  /// that were enqueued are done: this does not wait for them.
   template <Element T = first_element>
   [[nodiscard]] auto state() const {
     const auto& lane = lane_of<T>();
@@ -539,6 +554,7 @@ class ZeroSharded {
     return slices;
   }
 
+  /// What this rank keeps, in bytes. On a device this blocks as `steps()`.
   [[nodiscard]] MemoryReport memory() const {
     return engine_->locked([&](auto& state) {
       MemoryReport report;

@@ -21,13 +21,14 @@ class Step {
        std::shared_ptr<const void> report)
       : optimizer_(optimizer), ask_(ask), report_(std::move(report)) {}
 
-  /// Blocks the host until the step is done, no longer than the communicator's timeout, and tells
-  /// what it came to. The optimizer must still be there, and not have been moved.
+  /// Blocks the host until the step is done, and tells what it came to. With several ranks it waits
+  /// no longer than the communicator's timeout; a rank alone has none, and waits for its device.
+  /// The optimizer must still be there; it may have been moved.
   ///
   /// Throws what no rank could know when it enqueued the step, on every rank that asks:
   /// `UsageError` where a rank refused it or ranks differ in their options, so that no rank took it
   /// and nothing has changed; `CommunicatorError` where a peer failed, `CudaError` where the device
-  /// did.
+  /// did. Where nobody asks, a later `ZeroSharded::step` throws it.
   [[nodiscard]] Outcome outcome() const {
     if (report_ == nullptr) {
       throw UsageError(
