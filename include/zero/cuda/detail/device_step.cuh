@@ -20,7 +20,6 @@
 
 #include "zero/communicator.hpp"
 #include "zero/cuda/communicator.hpp"
-#include "zero/cuda/detail/copy.cuh"
 #include "zero/cuda/detail/device_decision.cuh"
 #include "zero/cuda/detail/device_traffic.cuh"
 #include "zero/cuda/detail/device_units.cuh"
