@@ -42,6 +42,14 @@ struct DeviceParam : zero::ShapedParam<float> {
   using zero::ShapedParam<float>::ShapedParam;
 };
 
+/// One parameter of ones, whose gradient is ones.
+struct Ones {
+  Vector<float> values = Vector<float>(100, 1);
+  Vector<float> gradients = Vector<float>(100, 1);
+  std::vector<zero::cuda::ParamRef<float>> store{
+      zero::cuda::ParamRef<float>("w", {100}, values.data(), gradients.data())};
+};
+
 /// Gradients are made on the host and copied, in stream order, to where the optimizer has them.
 template <class Param, class Comm, class Stage, class... Stream>
 std::vector<float> trained(Comm& comm, Stage stage, const Stream&... stream) {
@@ -130,9 +138,9 @@ TEST_CASE("NCCL: all ranks that ask learn of one that refuses its step", "[cuda]
   const int size = nccl_ranks::largest_world();
   if (size < 2) return;
   nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
-    Vector<float> values(100, 1), gradients(100, 1);
-    std::vector<zero::cuda::ParamRef<float>> store;
-    store.emplace_back("w", std::vector<std::size_t>{100}, values.data(), gradients.data());
+    Ones parameters;
+    auto& values = parameters.values;
+    auto& store = parameters.store;
     const zero::cuda::Stream stream;
     zero::ZeroSharded optimizer{zero::cuda::FusedSgd{.lr = 0.5}, store, comm};
     const bool refuses = comm.rank() == 1;
@@ -157,9 +165,9 @@ TEST_CASE("NCCL: who never asks is told of a refused step by a later one", "[cud
   const int size = nccl_ranks::largest_world();
   if (size < 2) return;
   nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
-    Vector<float> values(100, 1), gradients(100, 1);
-    std::vector<zero::cuda::ParamRef<float>> store;
-    store.emplace_back("w", std::vector<std::size_t>{100}, values.data(), gradients.data());
+    Ones parameters;
+    auto& values = parameters.values;
+    auto& store = parameters.store;
     const zero::cuda::Stream stream;
     zero::ZeroSharded optimizer{zero::cuda::FusedSgd{.lr = 0.25}, store, comm};
     const bool refuses = comm.rank() == 1;
@@ -184,9 +192,9 @@ TEST_CASE("NCCL: a step is captured without one before it, with marks inside alo
   const int size = nccl_ranks::largest_world();
   if (size < 2) return;
   nccl_ranks::rethrow_any(nccl_ranks::run(size, [&](zero::NcclCommunicator& comm) {
-    Vector<float> values(100, 1), gradients(100, 1);
-    std::vector<zero::cuda::ParamRef<float>> store;
-    store.emplace_back("w", std::vector<std::size_t>{100}, values.data(), gradients.data());
+    Ones parameters;
+    auto& values = parameters.values;
+    auto& store = parameters.store;
     const zero::cuda::Stream stream;
     zero::ZeroSharded optimizer{zero::cuda::FusedSgd{.lr = 0.25}, store, comm};
     const auto capture = [&](auto&& body) {
