@@ -17,6 +17,7 @@
 #include "cuda/device_array.hpp"
 #include "fake/cuda_runtime.hpp"
 #include "zero/cuda.cuh"
+#include "zero/cuda/detail/step_reports.hpp"
 
 namespace {
 
@@ -209,6 +210,20 @@ TEST_CASE("device faults: where one rank refuses a step nobody takes it", "[cuda
     return go_on(optimizer, tensors, before);
   });
   for (const std::string& text : told) CHECK(text == "");
+}
+
+TEST_CASE("device faults: a step that is done at once is not yet an earlier one", "[cuda]") {
+  const Fresh fresh;
+  zero::cuda::detail::StepReports<int> reports;
+  const auto told = [&](const auto& last) {
+    int sum = 0;
+    reports.for_each_done_before(last.get(), [&](int report) { sum += report; });
+    return sum;
+  };
+  const auto first = reports.take();
+  *first->memory() = 7;
+  CHECK(told(first) == 0);
+  CHECK(told(reports.take()) == 7);
 }
 
 TEST_CASE("device faults: ranks whose options differ take no step", "[cuda]") {

@@ -290,9 +290,11 @@ class DeviceStep {
   }
 
   /// Throws `UsageError` where an earlier step was not taken and nobody has asked what it came to.
+  /// Not where the last one wasn't, though it may be done by now: it can still be asked.
   void require_told() {
     if (last_ == nullptr) return;  // while it captures, nobody may ask for events
-    reports_.for_each_done([&](const Report& report) { decision_.require_told(report); });
+    reports_.for_each_done_before(last_.get(),
+                                  [&](const Report& report) { decision_.require_told(report); });
   }
 
   /// The step that was enqueued last.

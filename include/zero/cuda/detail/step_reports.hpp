@@ -53,11 +53,11 @@ class StepReports {
     for (int k = 0; k < 4; ++k) slots_.push_back(std::make_shared<Slot>());
   }
 
-  /// `f(report)` of steps that are done.
+  /// `f(report)` of steps before `last` that are done.
   template <class F>
-  void for_each_done(F&& f) const {
+  void for_each_done_before(const Slot* last, F&& f) const {
     for (const std::shared_ptr<Slot>& slot : slots_) {
-      if (slot->done().done()) f(std::as_const(*slot->memory()));
+      if (slot.get() != last && slot->done().done()) f(std::as_const(*slot->memory()));
     }
   }
 
