@@ -56,6 +56,15 @@ class InputsEnded : public Error {
   int rank_;
 };
 
+/// A checkpoint can't be read or written: a file that breaks a rule of its format, a sum that does
+/// not match, a disk that is full. The message names the file, where in it, what was wrong and what
+/// to do. Nothing that the checkpoint would have been loaded into has changed, and an earlier
+/// checkpoint is as it was.
+class CheckpointError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Why an operation among ranks failed.
 enum class CommunicatorFailure : std::uint8_t {
   timeout,    ///< a rank did not arrive, or did not finish, within the timeout
