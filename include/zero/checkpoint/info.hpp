@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "zero/attributes.hpp"
+#include "zero/checkpoint/safetensors.hpp"
 #include "zero/error.hpp"
 
 namespace zero {
@@ -26,9 +27,9 @@ struct SavedParameter {
   std::string name;
   std::vector<std::size_t> shape;
   std::size_t group = 0;
-  std::int64_t steps = 0;    ///< how often it was stepped
-  Attributes attributes{};   ///< `alias` counts in `CheckpointInfo::parameters`
-  bool has_master = false;   ///< a copy is kept of it in a wider type, which is what was stepped
+  std::int64_t steps = 0;   ///< how often it was stepped
+  Attributes attributes{};  ///< `alias` counts in `CheckpointInfo::parameters`
+  bool has_master = false;  ///< a copy is kept of it in a wider type, which is what was stepped
 
   /// Has neither values of its own nor state: it is tied to another.
   [[nodiscard]] bool tied() const noexcept { return attributes.alias.has_value(); }
@@ -53,9 +54,9 @@ struct SavedLossScale {
 struct CheckpointInfo {
   static constexpr int version = 1;
 
-  std::int64_t step = 0;                ///< steps applied
-  int world = 1;                        ///< ranks that wrote it
-  std::vector<std::string> slots{};     ///< of every parameter that is stepped
+  std::int64_t step = 0;             ///< steps applied
+  int world = 1;                     ///< ranks that wrote it
+  std::vector<std::string> slots{};  ///< of every parameter that is stepped
   std::optional<SavedLossScale> loss_scale{};
   std::optional<std::uint64_t> seed{};  ///< of stochastic rounding
   /// Options by name, one map a group; empty where the optimizer doesn't name them.
@@ -124,11 +125,6 @@ class ArrayNames {
  private:
   std::unordered_map<std::string, Array> arrays_{};
 };
-
-/// Names that are too long for a message are cut.
-[[nodiscard]] inline std::string shown(const std::string& name) {
-  return name.size() <= 100 ? "'" + name + "'" : "'" + name.substr(0, 100) + "...'";
-}
 
 [[noreturn]] inline void refuse_info(const std::string& file, const std::string& rule) {
   throw CheckpointError(file + ": its description " + rule +
@@ -199,8 +195,10 @@ class JsonReader {
 }
 
 [[nodiscard]] inline Json to_json(const CheckpointInfo& info) {
-  Json json{{"format", "zero-checkpoint"}, {"version", CheckpointInfo::version},
-            {"step", info.step},           {"world", info.world},
+  Json json{{"format", "zero-checkpoint"},
+            {"version", CheckpointInfo::version},
+            {"step", info.step},
+            {"world", info.world},
             {"slots", info.slots}};
   if (info.loss_scale) {
     json["loss_scale"] = {{"scale", info.loss_scale->scale},
@@ -225,8 +223,8 @@ class JsonReader {
   const std::string place = "(parameter " + std::to_string(index) + ")";
   const JsonReader reader(file, json, place);
   p.name = reader.text("name");
-  const JsonReader named(file, json, "(parameter " + std::to_string(index) + ", " +
-                                         shown(p.name) + ")");
+  const JsonReader named(file, json,
+                         "(parameter " + std::to_string(index) + ", " + in_quotes(p.name) + ")");
   std::uint64_t elements = 1;
   bool empty = false;
   for (const Json& n : named.array("shape")) {
@@ -237,8 +235,8 @@ class JsonReader {
     if (size != 0) elements *= size;
   }
   p.group = static_cast<std::size_t>(named.integer("group", most));
-  p.steps = static_cast<std::int64_t>(
-      named.integer("steps", std::numeric_limits<std::int64_t>::max()));
+  p.steps =
+      static_cast<std::int64_t>(named.integer("steps", std::numeric_limits<std::int64_t>::max()));
   p.has_master = named.flag("master");
   p.attributes.frozen = named.flag("frozen");
   p.attributes.unsplittable = named.flag("unsplittable");
@@ -274,8 +272,8 @@ class JsonReader {
                           " alone; use the library that wrote it, or a newer one");
   }
   CheckpointInfo info;
-  info.step = static_cast<std::int64_t>(
-      reader.integer("step", std::numeric_limits<std::int64_t>::max()));
+  info.step =
+      static_cast<std::int64_t>(reader.integer("step", std::numeric_limits<std::int64_t>::max()));
   info.world = static_cast<int>(reader.integer("world", std::numeric_limits<int>::max()));
   for (const Json& slot : reader.array("slots")) {
     if (!slot.is_string()) reader.refuse("has a slot that is no string");
@@ -295,7 +293,7 @@ class JsonReader {
     std::map<std::string, double> options;
     for (const auto& [name, value] : group.items()) {
       if (!value.is_number()) {
-        reader.refuse("has an option " + shown(name) + " that is no number");
+        reader.refuse("has an option " + in_quotes(name) + " that is no number");
       }
       options[name] = value.get<double>();
     }
@@ -304,11 +302,12 @@ class JsonReader {
   for (const Json& parameter : reader.array("parameters")) {
     SavedParameter p = parameter_of(file, parameter, info.parameters.size());
     if (p.group >= info.groups.size()) {
-      refuse_info(file, "has a parameter " + shown(p.name) + " of a group that it lacks");
+      refuse_info(file, "has a parameter " + in_quotes(p.name) + " of a group that it lacks");
     }
     if (p.tied() && (info.parameters[*p.attributes.alias].tied() ||
                      info.parameters[*p.attributes.alias].elements() != p.elements())) {
-      refuse_info(file, "ties " + shown(p.name) + " to what is tied itself, or of another size");
+      refuse_info(file,
+                  "ties " + in_quotes(p.name) + " to what is tied itself, or of another size");
     }
     info.parameters.push_back(std::move(p));
   }
