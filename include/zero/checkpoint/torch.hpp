@@ -41,6 +41,7 @@
 #include "zero/detail/checkpoint_file.hpp"
 #include "zero/detail/checkpoint_pieces.hpp"
 #include "zero/detail/checkpoint_writer.hpp"
+#include "zero/detail/checksum.hpp"
 #include "zero/detail/element_bytes.hpp"
 #include "zero/detail/torch_groups.hpp"
 #include "zero/element.hpp"
@@ -112,6 +113,12 @@ class TorchReader {
     for (std::size_t g = 0; g < groups; ++g) {
       const TorchGroup group = TorchGroupReader(file().name(), rule_, g).read(json[g]);
       info().groups[g] = group.options;
+      const std::size_t used = rule_.used_slots(group.options);
+      if (used > info().slots.size()) {
+        refuse("its group " + std::to_string(g) + " needs the state '" + rule_.slots[used - 1] +
+               "', which the optimizer, zero::" + rule_.name +
+               ", doesn't keep; construct it as PyTorch's was (momentum, amsgrad)");
+      }
       const std::vector<std::size_t> parameters =
           group.names.empty() ? in_order(g, group.params.size()) : by_name(g, group.names);
       for (std::size_t k = 0; k < group.params.size(); ++k) {
@@ -209,7 +216,7 @@ class TorchReader {
       }
       std::size_t array = value_array;
       if (key == "step") {
-        parameter.steps = read_step(header, tensor);
+        parameter.steps = read_step(header, tensor, sums[t]);
       } else {
         array = slot_of(tensor, key);
         if (tensor.shape != parameter.shape) {
@@ -237,12 +244,17 @@ class TorchReader {
     return first_slot_array + static_cast<std::size_t>(slot - slots.begin());
   }
 
-  [[nodiscard]] std::int64_t read_step(const SafetensorsHeader& header,
-                                       const TensorEntry& tensor) const {
+  [[nodiscard]] std::int64_t read_step(const SafetensorsHeader& header, const TensorEntry& tensor,
+                                       std::optional<std::uint64_t> expected) const {
     const auto read = [&]<class T>(T value) {
       if (tensor.end - tensor.begin != sizeof value) refuse(tensor, "must be one number");
       file().read_at(header.data_begin + tensor.begin,
                      std::as_writable_bytes(std::span(&value, 1)));
+      Checksum sum;
+      sum.add(std::as_bytes(std::span(&value, 1)));
+      if (expected && sum.value() != *expected) {
+        refuse(tensor, "has other bytes than were written: its checksum does not match");
+      }
       return static_cast<double>(value);
     };
     double steps = 0;
@@ -276,8 +288,7 @@ class TorchReader {
       if (rule_.is_adam()) require(value_array, "step");
       // PyTorch's SGD counts no steps; all that matters is that it wasn't the first.
       if (!rule_.is_adam()) parameter.steps = std::max<std::int64_t>(parameter.steps, 1);
-      const std::size_t used =
-          std::min(rule_.used_slots(info().groups[parameter.group]), info().slots.size());
+      const std::size_t used = rule_.used_slots(info().groups[parameter.group]);
       for (std::size_t s = 0; s < used; ++s) require(first_slot_array + s, info().slots[s]);
       info().step = std::max(info().step, parameter.steps);
     }
