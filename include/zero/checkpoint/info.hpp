@@ -134,8 +134,8 @@ class ArrayNames {
 /// Members of a JSON object, checked.
 class JsonReader {
  public:
-  JsonReader(const std::string& file, const Json& object, std::string where)
-      : file_(file), object_(object), where_(std::move(where)) {
+  JsonReader(std::string file, const Json& object, std::string where)
+      : file_(std::move(file)), object_(object), where_(std::move(where)) {
     if (!object.is_object()) refuse("must be an object");
   }
 
@@ -178,7 +178,7 @@ class JsonReader {
   }
 
  private:
-  const std::string& file_;
+  std::string file_;
   const Json& object_;
   std::string where_;
 };
