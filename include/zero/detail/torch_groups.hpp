@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/info.hpp"
@@ -70,8 +71,8 @@ struct TorchGroup {
 /// Throws `CheckpointError` naming file, group and option for what our optimizer can't do.
 class TorchGroupReader {
  public:
-  TorchGroupReader(const std::string& file, const TorchRule& rule, std::size_t group)
-      : file_(file), rule_(rule), group_(group) {}
+  TorchGroupReader(std::string file, const TorchRule& rule, std::size_t group)
+      : file_(std::move(file)), rule_(rule), group_(group) {}
 
   [[nodiscard]] TorchGroup read(const Json& json) const {
     if (!json.is_object()) refuse("is no object");
@@ -160,7 +161,7 @@ class TorchGroupReader {
     return value.is_null() || value.is_string() || (value.is_boolean() && !value.get<bool>());
   }
 
-  const std::string& file_;
+  std::string file_;
   const TorchRule& rule_;
   std::size_t group_;
 };
