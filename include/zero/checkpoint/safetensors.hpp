@@ -48,10 +48,7 @@ inline constexpr std::uint64_t safetensors_header_limit = 100'000'000;
 
 /// Bytes of one element; 0 if the format has no such type, or it is smaller than a byte.
 [[nodiscard]] constexpr std::size_t dtype_bytes(std::string_view dtype) noexcept {
-  struct Dtype {
-    std::string_view name;
-    std::size_t bytes;
-  };
+  using Dtype = std::pair<std::string_view, std::size_t>;
   constexpr std::array dtypes{
       Dtype{"BOOL", 1},        Dtype{"U8", 1},          Dtype{"I8", 1},  Dtype{"F8_E5M2", 1},
       Dtype{"F8_E4M3", 1},     Dtype{"F8_E8M0", 1},     Dtype{"U16", 2}, Dtype{"I16", 2},
@@ -59,8 +56,8 @@ inline constexpr std::uint64_t safetensors_header_limit = 100'000'000;
       Dtype{"U32", 4},         Dtype{"I32", 4},         Dtype{"F32", 4}, Dtype{"U64", 8},
       Dtype{"I64", 8},         Dtype{"F64", 8},         Dtype{"C64", 8},
   };
-  for (const Dtype& each : dtypes) {
-    if (each.name == dtype) return each.bytes;
+  for (const auto& [name, bytes] : dtypes) {
+    if (name == dtype) return bytes;
   }
   return 0;
 }
