@@ -166,7 +166,7 @@ class SafetensorsSax final : public nlohmann::json_sax<nlohmann::json> {
 
   bool key(string_t& value) override {
     if (place_ == Place::tensor) {
-      const auto it = std::find(field_names.begin(), field_names.end(), value);
+      const auto it = std::ranges::find(field_names, value);
       if (it == field_names.end()) {
         fail("has the key " + in_quotes(value) + "; allowed are dtype, shape and data_offsets");
       }
@@ -274,8 +274,8 @@ inline void require_different_names(const std::vector<TensorEntry>& tensors,
   std::vector<std::string_view> names;
   names.reserve(tensors.size());
   for (const TensorEntry& tensor : tensors) names.push_back(tensor.name);
-  std::sort(names.begin(), names.end());
-  const auto twice = std::adjacent_find(names.begin(), names.end());
+  std::ranges::sort(names);
+  const auto twice = std::ranges::adjacent_find(names);
   if (twice != names.end()) {
     throw_safetensors_error(file, "tensor " + in_quotes(*twice), "is there twice");
   }
@@ -353,10 +353,8 @@ inline void require_filled(const std::vector<TensorEntry>& tensors, std::uint64_
   detail::SafetensorsSax sax(file_name, header);
   nlohmann::json::sax_parse(json_text, &sax);
   detail::require_different_names(header.tensors, file_name);
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [](const TensorEntry& a, const TensorEntry& b) {
-              return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-            });
+  std::ranges::sort(header.tensors, {},
+                    [](const TensorEntry& tensor) { return std::pair(tensor.begin, tensor.end); });
   detail::require_filled(header.tensors, file_bytes - header.data_begin, file_name);
   return header;
 }
