@@ -11,6 +11,13 @@ struct Lion {
   double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0;
   static constexpr std::array<std::string_view, 1> slots{"exp_avg"};
 
+  // So that checkpoints keep them.
+  template <class Self, class F>
+  static constexpr void for_each_option(Self& self, F&& f) {
+    f("lr", self.lr), f("beta1", self.beta1), f("beta2", self.beta2);
+    f("weight_decay", self.weight_decay);
+  }
+
   template <class Real>
   struct Scalars {
     Real lr, beta1, beta2, keep;

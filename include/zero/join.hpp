@@ -58,7 +58,7 @@ template <class Body, class... Optimizers>
 void join(const JoinOptions& options, Body&& body, Optimizers&... optimizers) {
   static_assert(sizeof...(Optimizers) > 0,
                 "zero: join was given no optimizer to serve; give it those that the body steps");
-  detail::join(body, options, detail::JoinAccess::engine_of(optimizers)...);
+  detail::join(body, options, detail::EngineAccess::engine_of(optimizers)...);
 }
 
 /// With the default options.

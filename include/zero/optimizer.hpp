@@ -13,6 +13,10 @@
 ///     need (amsgrad's third, SGD's momentum); the others are not allocated. Default: all.
 ///  3. optionally `void validate() const`: throws `UsageError` for options that make no sense. Run
 ///     at construction and before every step, for every group.
+///  3a. optionally `static void for_each_option(Self& self, F&& f)`, where `Self` is the optimizer
+///  or
+///     const: calls `f("name", self.option)` for every option, each a number, a bool or an
+///     enumeration. With it checkpoints keep the groups' options, and loading brings them back.
 ///
 /// Before every step ranks compare what their options do to a few made-up numbers (for whole-tensor
 /// optimizers in a tensor of shape {2, 2} or {4}), so `scalars` and `update` are called for that.
@@ -158,6 +162,13 @@ namespace detail {
 template <class O>
 concept HasOptionalSlots = requires(const O& optimizer) {
   { optimizer.used_slots() } -> std::convertible_to<std::size_t>;
+};
+
+/// Tells its options by name, as item 3a says.
+template <class O>
+concept NamesOptions = requires(O& optimizer, const O& constant) {
+  O::for_each_option(optimizer, [](const char*, auto&) {});
+  O::for_each_option(constant, [](const char*, const auto&) {});
 };
 
 /// Has numbers for ranks to compare, where the host can't try out what they do.

@@ -588,7 +588,7 @@ class ZeroSharded {
   [[nodiscard]] Observe& observer() noexcept { return engine_->state().observer; }
 
  private:
-  friend detail::JoinAccess;
+  friend detail::EngineAccess;
 
   template <class T>
   [[nodiscard]] const auto& lane_of() const {

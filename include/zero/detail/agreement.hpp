@@ -60,7 +60,16 @@ void or_tell(Body&& body, const Tell& tell) {
 
 /// What a rank is about when it tells the others something: ranks that call different verbs must
 /// not take one's words for the other's.
-enum class Topic : std::uint64_t { construction = 0x7a65726f01, addition, step, unit };
+enum class Topic : std::uint64_t {
+  construction = 0x7a65726f01,
+  addition,
+  step,
+  unit,
+  save,
+  finish,
+  load,
+  consolidation
+};
 
 /// Which unit a rank gathers next.
 struct UnitAnnouncement {
@@ -104,9 +113,10 @@ struct EngineIdentity {
 /// Refuses where rank calls another verb. Each of the ranks sees that one does.
 inline void require_topic(const char* verb, std::size_t rank, Topic theirs, Topic ours) {
   if (theirs == ours) return;
-  throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(rank) +
-                      " calls another verb of an optimizer over this communicator; construction, "
-                      "add_param_group and step must be called in the same order on all ranks");
+  throw AgreedRefusal(
+      std::string(verb) + ": rank " + std::to_string(rank) +
+      " calls another verb of an optimizer over this communicator; construction, "
+      "add_param_group, step, save and load must be called in the same order on all ranks");
 }
 
 /// Throws the same `UsageError` on all ranks where one refuses, or where they differ. Returns the
@@ -189,6 +199,31 @@ std::uint64_t require_agreement(C& comm, const char* verb, Digest mine,
     }
   }
   return addresses.value();
+}
+
+/// What ranks say as they enter a verb between steps.
+struct VerbWord {
+  Topic topic;
+  std::uint64_t identity;
+  Text refusal;
+};
+
+/// Throws the same `UsageError` on all ranks where one refuses, calls another verb, or this one on
+/// another optimizer.
+template <HostExchange C>
+void require_same_verb(C& comm, const char* verb, const VerbWord& mine) {
+  const std::vector<VerbWord> all = exchange_all(comm, std::span<const VerbWord>(&mine, 1));
+  for (std::size_t r = 0; r < all.size(); ++r) require_topic(verb, r, all[r].topic, mine.topic);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].identity != all[0].identity) {
+      throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(r) +
+                          " calls it on another optimizer of the communicator; use several in the "
+                          "same order on all ranks");
+    }
+    if (all[r].refusal[0] == '\0') continue;
+    throw AgreedRefusal(std::string(verb) + ": rank " + std::to_string(r) +
+                        " refused, so nothing was done on any rank: " + all[r].refusal.data());
+  }
 }
 
 /// Refuses where rank's optimizer is another than this one.

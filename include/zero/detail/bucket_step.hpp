@@ -71,6 +71,9 @@ class BucketStep {
     finish_traffic();
   }
 
+  /// Between steps nothing is under way but what was marked.
+  void settle() noexcept {}
+
   /// Prepares for the layout, which is new or has grown. Nothing may be on its way.
   void rebuild() {
     order_.rebuild(*state_.layout, [&](std::size_t i) { return state_.steps_alone(i); });

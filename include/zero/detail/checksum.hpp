@@ -21,6 +21,14 @@
 
 namespace zero::detail {
 
+/// 16 lower-case hexadecimal digits, as `xxhsum -H3` prints them.
+[[nodiscard]] inline std::string checksum_text(std::uint64_t sum) {
+  constexpr const char* digits = "0123456789abcdef";
+  std::string text(16, '0');
+  for (auto it = text.rbegin(); it != text.rend(); ++it, sum >>= 4U) *it = digits[sum & 15U];
+  return text;
+}
+
 /// The sum of all bytes added so far, in their order; how they were cut into spans does not matter.
 class Checksum {
  public:
@@ -32,14 +40,7 @@ class Checksum {
 
   [[nodiscard]] std::uint64_t value() const noexcept { return XXH3_64bits_digest(&state_); }
 
-  /// 16 lower-case hexadecimal digits, as `xxhsum -H3` prints them.
-  [[nodiscard]] std::string text() const {
-    constexpr const char* digits = "0123456789abcdef";
-    std::string text(16, '0');
-    std::uint64_t rest = value();
-    for (auto it = text.rbegin(); it != text.rend(); ++it, rest >>= 4U) *it = digits[rest & 15U];
-    return text;
-  }
+  [[nodiscard]] std::string text() const { return checksum_text(value()); }
 
  private:
   XXH3_state_t state_;

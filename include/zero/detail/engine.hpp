@@ -274,28 +274,7 @@ class Engine {
   void append(Opt options) {
     const std::scoped_lock lock(mutex_);
     require_usable();
-    std::string refusal;
-    if constexpr (Stage::shards_values) {
-      try {
-        way_.values().require_none_held("add_param_group");
-      } catch (const UsageError& error) {
-        refusal = text_of(error);
-      }
-    }
-    if (marks_.any() || marks_.any_lease() || accumulating_) {
-      refusal =
-          "add_param_group: gradients were marked or leased in this step; add groups between steps";
-    }
-    if constexpr (State::pools_gradients) {  // whose memory, and that of their sums, is made anew
-      if (marks_.any_written() || accumulated_) {
-        refusal =
-            "add_param_group: gradients were marked or leased, or accumulated, in this step; add "
-            "groups between steps";
-      }
-    }
-    if (state_.join != nullptr) {
-      refusal = "add_param_group: this optimizer is in a join; add groups outside of it";
-    }
+    std::string refusal = why_not_between_steps("add_param_group");
     or_give_up(false, [&] {
       way_.drain();
       if constexpr (State::on_device) way_.refresh();  // what is made anew begins with that
@@ -313,6 +292,42 @@ class Engine {
       way_.rebuild();
       Builder<State>(state_).rebind_parameters();
     });
+  }
+
+  /// Collective, and between steps: `body(state, changing)` when nothing is under way. Where a rank
+  /// refuses, or calls another verb, all throw `UsageError` before that. What `body` throws is this
+  /// rank's alone; once it has set `changing`, the optimizer can't go on after that.
+  template <class F>
+  void between_steps(Topic topic, const char* verb, F&& body) {
+    const std::scoped_lock lock(mutex_);
+    require_usable();
+    const std::string refusal = why_not_between_steps(verb);
+    if (state_.alone() && !refusal.empty()) throw UsageError(refusal);
+    try {
+      or_give_up(false, [&] {
+        // What was marked is on its way over the communicator, or over one that is apart from it.
+        if constexpr (!State::pools_gradients) way_.drain();
+        if (!state_.alone()) {
+          try {
+            require_same_verb(state_.everyone(), verb, {topic, state_.identity, to_text(refusal)});
+          } catch (const AgreedRefusal&) {
+            if constexpr (State::pools_gradients) way_.drain();
+            throw;
+          }
+        }
+        way_.settle();
+      });
+    } catch (const AgreedRefusal&) {
+      close_join();
+      forget_round(false);
+      throw;
+    }
+    bool changing = false;
+    or_tell([&] { body(state_, changing); },
+            [&](const char* why) { give_up(verb, why, changing); });
+    if constexpr (State::on_device) {
+      if (changing) way_.restate();
+    }
   }
 
   template <class... On>
@@ -368,6 +383,27 @@ class Engine {
   }
   void close_join() noexcept {
     if (state_.join != nullptr) state_.join->close();
+  }
+  /// Why a verb that belongs between steps can't run, or nothing.
+  std::string why_not_between_steps(const std::string& verb) {
+    if (state_.join != nullptr) {
+      return verb + ": this optimizer is in a join; call it outside of the join";
+    }
+    bool begun = marks_.any() || marks_.any_lease() || accumulating_;
+    // Their memory, and that of their sums, is the optimizer's.
+    if constexpr (State::pools_gradients) begun = begun || marks_.any_written() || accumulated_;
+    if (begun) {
+      return verb +
+             ": gradients were marked, leased or accumulated in this step; call it between steps";
+    }
+    if constexpr (Stage::shards_values) {
+      try {
+        way_.values().require_none_held(verb.c_str());
+      } catch (const UsageError& error) {
+        return text_of(error);
+      }
+    }
+    return {};
   }
   /// After what `body` throws nobody can go on, or where `halfway` not this optimizer either.
   template <class F>

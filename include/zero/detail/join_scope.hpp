@@ -140,7 +140,7 @@ void join(Body& body, const JoinOptions& options, Engines&... engines) {
 }
 
 /// Leads from an optimizer to its engine.
-struct JoinAccess {
+struct EngineAccess {
   template <class Optimizer>
   [[nodiscard]] static auto& engine_of(Optimizer& optimizer) noexcept {
     return *optimizer.engine_;

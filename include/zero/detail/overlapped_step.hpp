@@ -210,6 +210,11 @@ class OverlappedStep {
     values_.settle();
   }
 
+  /// Between steps: no values are on their way, or here ahead of time.
+  void settle() {
+    if (!state_.alone()) values_.settle();
+  }
+
   /// Prepares for the layout, which is new or has grown. Nothing may be on its way.
   void rebuild() {
     order_.rebuild(*state_.layout, [&](std::size_t i) { return state_.steps_alone(i); });

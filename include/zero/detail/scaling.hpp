@@ -3,7 +3,9 @@
 /// What a step's summed gradients are multiplied by, and whether they are stepped with at all.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
@@ -100,6 +102,15 @@ class Scaling {
   void adopt(const ScaleState& state, bool measured) noexcept {
     state_ = state;
     measured_ = measured;
+  }
+
+  /// Goes on as a dynamic loss scale was saved, within the bounds of now. One that is not stays as
+  /// the settings say.
+  void resume(double loss_scale, std::int32_t applied_in_a_row) noexcept {
+    if (!is_dynamic()) return;
+    const LossScale& bounds = *settings_->loss_scale;
+    state_.loss_scale = std::clamp(loss_scale, bounds.minimum, bounds.maximum);
+    state_.applied_in_a_row = applied_in_a_row;
   }
 
   /// @param ranks how many the mean is taken over: all, or those of a join that have input

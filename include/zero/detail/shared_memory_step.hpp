@@ -36,6 +36,7 @@ class SharedMemoryStep {
   void forget() noexcept {}
   void give_up(const std::string&) noexcept {}
   void drain() noexcept {}
+  void settle() noexcept {}
   void rebuild() noexcept {}
   [[nodiscard]] std::size_t staging_bytes() const noexcept { return 0; }
 

@@ -37,6 +37,17 @@ struct BasicAdam {
   static constexpr std::array<std::string_view, 3> slots{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return amsgrad ? 3 : 2; }
 
+  template <class Self, class F>
+  static constexpr void for_each_option(Self& self, F&& f) {
+    f("lr", self.lr);
+    f("beta1", self.beta1);
+    f("beta2", self.beta2);
+    f("eps", self.eps);
+    f("weight_decay", self.weight_decay);
+    f("amsgrad", self.amsgrad);
+    f("maximize", self.maximize);
+  }
+
   /// Throws `UsageError` as PyTorch does for a negative or NaN number and a beta outside [0, 1).
   void validate() const {
     constexpr const char* self = decoupled ? "AdamW" : "Adam";

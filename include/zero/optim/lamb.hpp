@@ -51,6 +51,17 @@ struct Lamb {
 
   static constexpr std::array<std::string_view, 2> slots{"exp_avg", "exp_avg_sq"};
 
+  template <class Self, class F>
+  static constexpr void for_each_option(Self& self, F&& f) {
+    f("lr", self.lr);
+    f("beta1", self.beta1);
+    f("beta2", self.beta2);
+    f("eps", self.eps);
+    f("weight_decay", self.weight_decay);
+    f("bias_correction", self.bias_correction);
+    f("maximize", self.maximize);
+  }
+
   /// Throws `UsageError` for a negative or NaN number and a beta outside [0, 1).
   void validate() const {
     detail::require_non_negative("Lamb", "lr", lr);

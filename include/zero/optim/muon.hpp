@@ -64,6 +64,20 @@ struct BasicMuon {
   static constexpr std::array<std::string_view, 1> slots{"momentum_buffer"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return momentum != 0 ? 1 : 0; }
 
+  template <class Self, class F>
+  static constexpr void for_each_option(Self& self, F&& f) {
+    f("lr", self.lr);
+    f("weight_decay", self.weight_decay);
+    f("momentum", self.momentum);
+    f("nesterov", self.nesterov);
+    f("eps", self.eps);
+    f("ns_steps", self.ns_steps);
+    f("adjust_lr", self.adjust_lr);
+    f("ns_coefficient_0", self.ns_coefficients[0]);
+    f("ns_coefficient_1", self.ns_coefficients[1]);
+    f("ns_coefficient_2", self.ns_coefficients[2]);
+  }
+
   /// Throws `UsageError` for a negative or NaN number, a momentum outside [0, 1) and, as PyTorch
   /// does, for 100 steps or more.
   void validate() const {

@@ -32,6 +32,16 @@ struct Sgd {
   static constexpr std::array<std::string_view, 1> slots{"momentum_buffer"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return momentum != 0 ? 1 : 0; }
 
+  template <class Self, class F>
+  static constexpr void for_each_option(Self& self, F&& f) {
+    f("lr", self.lr);
+    f("momentum", self.momentum);
+    f("dampening", self.dampening);
+    f("weight_decay", self.weight_decay);
+    f("nesterov", self.nesterov);
+    f("maximize", self.maximize);
+  }
+
   /// Throws `UsageError` for a negative or NaN number, and for Nesterov momentum without momentum
   /// or with dampening, as PyTorch does.
   void validate() const {

@@ -85,6 +85,7 @@ class DeviceDecision {
     DeviceState state{};
     state.report.scale = state_.scaling.state();
     state.report.step_number = state_.step_number;
+    state.report.attempt = attempts_;
     device_ = device_copy(std::span<const DeviceState>(&state, 1), memory);
   }
 
@@ -200,6 +201,7 @@ class DeviceDecision {
     Memory::copy(device_report(), 1, &report);
     Memory::copy(counts_.data(), counts_.size(), state_.step_counts.data());
     state_.step_number = report.step_number;
+    attempts_ = report.attempt;
     state_.scaling.adopt(report.scale, report.measured != 0);
   }
 
@@ -268,6 +270,7 @@ class DeviceDecision {
   DeviceArray<ParameterFacts> facts_{};
   DeviceArray<std::int64_t> counts_{};
   DeviceArray<Opt> groups_{};
+  std::uint64_t attempts_ = 0;  ///< steps tried, when the host last looked
   std::uint64_t told_ = 0;      ///< up to which attempt the host knows of trouble
   std::uint64_t uploaded_ = 0;  ///< fingerprint of what is in `groups_`
   Steps<float, floats> float_steps_{};

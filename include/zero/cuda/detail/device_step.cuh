@@ -273,6 +273,18 @@ class DeviceStep {
     refresh();
   }
 
+  /// Between steps: no values are on their way, or here ahead of time, and the state shows where
+  /// the device stands.
+  void settle() {
+    if constexpr (State::Stage::shards_values) units_.settle(StreamView());
+    refresh();
+  }
+  /// The host has changed what the state shows.
+  void restate() {
+    decision_.rebuild();
+    if constexpr (State::Stage::shards_values) units_.changed(StreamView());
+  }
+
   /// Blocks the host until nothing is under way, and shows the state where the device stands.
   void refresh() {
     synchronize();
