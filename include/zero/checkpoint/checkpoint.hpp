@@ -65,6 +65,18 @@ struct SavedArray {
   return value;
 }
 
+/// What an index ends with, given all before it: its checksum, in a way that leaves it JSON.
+[[nodiscard]] inline std::string index_end(std::string_view before) {
+  Checksum sum;
+  sum.add(std::as_bytes(std::span(before)));
+  return ",\n \"xxh3_64\": \"" + sum.text() + "\"\n}\n";
+}
+[[nodiscard]] inline bool has_its_checksum(std::string_view index) {
+  const std::size_t bytes = index_end({}).size();
+  return index.size() >= bytes &&
+         index.substr(index.size() - bytes) == index_end(index.substr(0, index.size() - bytes));
+}
+
 /// A run of elements that a tensor's name ends with: "[begin:end]".
 struct NamedRun {
   std::string array;
@@ -221,6 +233,9 @@ class Checkpoint {
     std::string text(static_cast<std::size_t>(index.bytes()), '\0');
     index.read_at(0, std::as_writable_bytes(std::span(text)));
     fingerprint_.add(std::as_bytes(std::span(text)));
+    if (!detail::has_its_checksum(text)) {
+      detail::refuse_info(index.name(), "has another checksum than was written");
+    }
     const detail::Json json = detail::parse_json(index.name(), text);
     adopt(detail::info_of(index.name(), json), index.name());
     const detail::ArrayNames names = names_of(index.name());

@@ -165,7 +165,9 @@ inline void write_index(const std::filesystem::path& folder, const CheckpointInf
     json["files"].push_back(
         {{"name", file.name}, {"bytes", file.bytes}, {"header_xxh3_64", file.header_checksum}});
   }
-  const std::string text = json.dump(1) + "\n";
+  std::string text = json.dump(1);
+  text.resize(text.size() - 2);  // without "\n}", which comes after the checksum
+  text += index_end(text);
   NewFile index(folder / index_name);
   index.write_at(0, std::as_bytes(std::span(text)));
   index.commit();
