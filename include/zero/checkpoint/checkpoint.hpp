@@ -236,11 +236,10 @@ class Checkpoint {
     if (!detail::has_its_checksum(text)) {
       detail::refuse_info(index.name(), "has another checksum than was written");
     }
-    const detail::Json json = detail::parse_json(index.name(), text);
-    adopt(detail::info_of(index.name(), json), index.name());
-    const detail::ArrayNames names = names_of(index.name());
+    const detail::ParsedJson json = detail::parse_json(index.name(), text);
+    const detail::ArrayNames names = adopt(detail::info_of(index.name(), json), index.name());
     const detail::JsonReader reader(index.name(), json, "");
-    for (const detail::Json& file : reader.array("files")) {
+    for (const detail::ParsedJson& file : reader.array("files")) {
       open_shard(index.name(), detail::JsonReader(index.name(), file, "(files)"), names);
     }
   }
@@ -293,36 +292,29 @@ class Checkpoint {
     if (expected == header.metadata.end() || expected->second != sum.text()) {
       detail::refuse_info(file.name(), "has another checksum than was written");
     }
-    adopt(detail::info_of(file.name(), detail::parse_json(file.name(), text->second)), file.name());
-    const detail::ArrayNames names = names_of(file.name());
+    const detail::ArrayNames names = adopt(
+        detail::info_of(file.name(), detail::parse_json(file.name(), text->second)), file.name());
     const std::vector<std::optional<std::uint64_t>> sums = checksums(file, header);
     for (std::size_t t = 0; t < header.tensors.size(); ++t) {
       const TensorEntry& tensor = header.tensors[t];
-      const detail::ArrayNames::Array* const array = names.find(tensor.name);
-      if (array != nullptr && tensor.shape != info_.parameters[array->parameter].shape) {
+      const auto array = names.find(tensor.name);
+      if (array && tensor.shape != info_.parameters[array->parameter].shape) {
         refuse_tensor(file, tensor, "has another shape than its parameter");
       }
-      const std::size_t elements =
-          array == nullptr ? 0 : info_.parameters[array->parameter].elements();
+      const std::size_t elements = array ? info_.parameters[array->parameter].elements() : 0;
       add_piece(file, header, tensor, array, {0, elements}, sums[t]);
     }
   }
 
-  void adopt(CheckpointInfo info, const std::string& file) {
+  detail::ArrayNames adopt(CheckpointInfo info, const std::string& file) {
     info_ = std::move(info);
-    // Hardly more than its text took: each parameter was spelt out, and so was each slot.
-    if (info_.parameters.size() > (std::size_t{1} << 28) / arrays()) {
-      detail::refuse_info(file, "has more parameters and slots than any that was written");
-    }
-    arrays_.resize(info_.parameters.size() * arrays());
-  }
-
-  [[nodiscard]] detail::ArrayNames names_of(const std::string& file) const {
     try {
-      return detail::ArrayNames(info_);
+      detail::ArrayNames names(info_);
+      arrays_.resize(info_.parameters.size() * arrays());
+      return names;
     } catch (const UsageError& error) {
       detail::refuse_info(file,
-                          std::string("has parameters that can't be told apart: ") + error.what());
+                          std::string("has arrays that can't be told apart: ") + error.what());
     }
   }
 
@@ -365,9 +357,9 @@ class Checkpoint {
   }
 
   void add_piece(const detail::ReadFile& file, const SafetensorsHeader& header,
-                 const TensorEntry& tensor, const detail::ArrayNames::Array* array,
+                 const TensorEntry& tensor, std::optional<detail::ArrayNames::Array> array,
                  Interval elements, std::optional<std::uint64_t> checksum) {
-    if (array == nullptr || !detail::has_array(info_.parameters[array->parameter], array->array)) {
+    if (!array || !detail::has_array(info_.parameters[array->parameter], array->array)) {
       refuse_tensor(file, tensor, "belongs to no parameter of the checkpoint");
     }
     const auto type = detail::element_type_of(tensor.dtype);
