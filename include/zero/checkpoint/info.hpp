@@ -91,9 +91,6 @@ inline constexpr std::size_t first_slot_array = 2;
   return parameter.stepped() && (array != master_array || parameter.has_master);
 }
 
-/// So that tables of them stay small beside a file that names many parameters.
-inline constexpr std::size_t most_slots = 40;
-
 /// Which parameter's which array a name belongs to. Takes memory as the names of parameters and
 /// slots do, not as those of all arrays.
 class ArrayNames {
@@ -105,10 +102,6 @@ class ArrayNames {
 
   /// `info` must stay. Throws `UsageError` where two arrays would have one name.
   explicit ArrayNames(const CheckpointInfo& info) : info_(&info) {
-    if (info.slots.size() > most_slots) {
-      throw UsageError("there are " + std::to_string(info.slots.size()) +
-                       " slots, and a checkpoint has room for " + std::to_string(most_slots));
-    }
     suffixes_.emplace("master", master_array);
     for (std::size_t s = 0; s < info.slots.size(); ++s) {
       const std::string& slot = info.slots[s];
