@@ -357,16 +357,17 @@ class Checkpoint {
                             "', the checksums of its tensors; the file is damaged, or not of this "
                             "library");
     }
-    std::string_view text = found->second;
-    for (auto& sum : sums) {
-      sum = detail::checksum_of(text.substr(0, 16));
-      text.remove_prefix(std::min<std::size_t>(text.size(), 17));
-      if (sum) continue;
-      throw CheckpointError(file.name() + ": '" + detail::checksums_key +
-                            "' must be 16 hexadecimal digits a tensor, with blanks between; the "
-                            "file is damaged");
+    const std::string_view text = found->second;
+    constexpr std::size_t each = 17;  // with the blank after it
+    bool well_formed = text.size() + (sums.empty() ? 0 : 1) == sums.size() * each;
+    for (std::size_t t = 0; well_formed && t < sums.size(); ++t) {
+      sums[t] = detail::checksum_of(text.substr(t * each, each - 1));
+      well_formed = sums[t] && (t == 0 || text[t * each - 1] == ' ');
     }
-    return sums;
+    if (well_formed) return sums;
+    throw CheckpointError(file.name() + ": '" + detail::checksums_key +
+                          "' must be 16 hexadecimal digits a tensor, with blanks between; the "
+                          "file is damaged");
   }
 
   void add_piece(std::size_t number, const SafetensorsHeader& header, const TensorEntry& tensor,

@@ -165,8 +165,8 @@ class ArrayNames {
 /// Members of a JSON object, checked.
 class JsonReader {
  public:
-  JsonReader(const std::string& file, const ParsedJson& object, std::string where)
-      : file_(file), object_(object), where_(std::move(where)) {
+  JsonReader(std::string file, const ParsedJson& object, std::string where)
+      : file_(std::move(file)), object_(object), where_(std::move(where)) {
     if (!object.is_object()) refuse("must be an object");
   }
 
@@ -205,11 +205,11 @@ class JsonReader {
     return at(key).get<double>();
   }
   [[noreturn]] void refuse(const std::string& rule) const {
-    refuse_info(file_, where_ + " " + rule);
+    refuse_info(file_, (where_.empty() ? "" : where_ + " ") + rule);
   }
 
  private:
-  const std::string& file_;
+  std::string file_;
   const ParsedJson& object_;
   std::string where_;
 };
