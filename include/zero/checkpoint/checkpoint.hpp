@@ -31,6 +31,8 @@ namespace zero {
 
 namespace detail {
 
+class TorchReader;
+
 /// The file that makes a folder a checkpoint.
 inline constexpr const char* index_name = "index.json";
 /// Metadata of the library's own files.
@@ -49,7 +51,7 @@ struct SavedPiece {
   std::optional<std::uint64_t> checksum{};
 };
 
-/// All of one array, in the order of its elements.
+/// All of one array, in the order of its elements; without pieces: zeros.
 struct SavedArray {
   ElementType type = ElementType::float32;
   std::vector<SavedPiece> pieces{};
@@ -148,6 +150,10 @@ class Checkpoint {
     const std::size_t width = detail::bytes_of(type);
     const std::size_t stored = detail::bytes_of(from.type);
     const std::size_t end = begin + to.size() / width;
+    if (from.pieces.empty()) {
+      std::fill(to.begin(), to.end(), std::byte{0});
+      return;
+    }
     auto piece =
         std::partition_point(from.pieces.begin(), from.pieces.end(),
                              [&](const detail::SavedPiece& p) { return p.elements.end <= begin; });
@@ -217,7 +223,10 @@ class Checkpoint {
   [[nodiscard]] const std::deque<detail::ReadFile>& files() const noexcept { return *files_; }
 
  private:
-  friend class TorchState;
+  friend class detail::TorchReader;
+
+  /// Of nothing yet.
+  Checkpoint() = default;
 
   void open_folder() {
     const std::filesystem::path index_path = path_ / detail::index_name;
