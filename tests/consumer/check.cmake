@@ -54,7 +54,7 @@ elseif(WAY STREQUAL "range_v3")
   build_and_run_consumer()
   must_run(${WORK_DIR}/build/views_consumer)
 
-elseif(WAY MATCHES "^(mpi|cuda|nccl)$")
+elseif(WAY MATCHES "^(mpi|checkpoint|cuda|nccl)$")
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
   must_run(${configure} -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D ZERO_COMPONENTS=${WAY})
   build_and_run_consumer()
@@ -71,6 +71,17 @@ elseif(WAY STREQUAL "range_v3_missing")
     message(FATAL_ERROR "A component without its package must be refused by name.")
   endif()
   must_run(${configure} -D ZERO_COMPONENTS=)  # the core asks for nothing
+
+elseif(WAY STREQUAL "checkpoint_missing")
+  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
+  list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix
+       -D CMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON)
+  execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=checkpoint
+    RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(status EQUAL 0 OR NOT output MATCHES "component checkpoint needs nlohmann_json")
+    message("${output}")
+    message(FATAL_ERROR "A component without its package must be refused by name.")
+  endif()
 
 elseif(WAY STREQUAL "cuda_missing")
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)

@@ -139,9 +139,7 @@ class SafetensorsSax final : public nlohmann::json_sax<nlohmann::json> {
 
   bool string(string_t& value) override {
     if (place_ == Place::metadata) {
-      if (!header_->metadata.emplace(std::move(key_), std::move(value)).second) {
-        fail("has a key twice");  // not reached: `key` has looked
-      }
+      header_->metadata.emplace(std::move(key_), std::move(value));
     } else if (place_ == Place::tensor && field_ == Field::dtype) {
       if (dtype_bytes(value) == 0) {
         fail("has the dtype " + in_quotes(value) + ", which this reader doesn't know");
