@@ -222,16 +222,18 @@ class Checkpoint {
     index.read_at(0, std::as_writable_bytes(std::span(text)));
     fingerprint_.add(std::as_bytes(std::span(text)));
     const detail::Json json = detail::parse_json(index.name(), text);
-    adopt(detail::info_of(index.name(), json), index.name());
-    const detail::ArrayNames names = names_of(index.name());
     const detail::JsonReader reader(index.name(), json, "");
     for (const detail::Json& file : reader.array("files")) {
-      open_shard(index.name(), detail::JsonReader(index.name(), file, "(files)"), names);
+      open_shard(index.name(), detail::JsonReader(index.name(), file, "(files)"));
+    }
+    adopt(detail::info_of(index.name(), json), index.name());
+    const detail::ArrayNames names = names_of(index.name());
+    for (std::size_t k = 0; k < files_->size(); ++k) {
+      read_shard(k, index.name(), reader.array("files")[k].at("header_xxh3_64"), names);
     }
   }
 
-  void open_shard(const std::string& index, const detail::JsonReader& of,
-                  const detail::ArrayNames& names) {
+  void open_shard(const std::string& index, const detail::JsonReader& of) {
     const std::string name = of.text("name");
     if (name.empty() || name.find('/') != std::string::npos || name == "..") {
       of.refuse("names a file outside of its folder");
@@ -243,9 +245,14 @@ class Checkpoint {
                             " bytes, but " + index + " says " + of.at("bytes").dump() +
                             "; it was cut off or replaced, so load another checkpoint");
     }
+    (void)of.text("header_xxh3_64");
+  }
+
+  void read_shard(std::size_t number, const std::string& index, const std::string& expected,
+                  const detail::ArrayNames& names) {
+    const detail::ReadFile& file = (*files_)[number];
     const SafetensorsHeader header = read_safetensors_header(file);
-    const std::string sum = header_checksum(file, header);
-    if (sum != of.text("header_xxh3_64")) {
+    if (header_checksum(file, header) != expected) {
       throw CheckpointError(file.name() + ": its header is not the one that was written: its " +
                             "checksum does not match that in " + index +
                             "; load another checkpoint");
@@ -258,7 +265,7 @@ class Checkpoint {
         refuse_tensor(file, tensor,
                       "must be called ARRAY[BEGIN:END] and have END - BEGIN elements");
       }
-      add_piece(file, header, tensor, names.find(run->array), run->elements, sums[t]);
+      add_piece(number, header, tensor, names.find(run->array), run->elements, sums[t]);
     }
   }
 
@@ -289,15 +296,16 @@ class Checkpoint {
       }
       const std::size_t elements =
           array == nullptr ? 0 : info_.parameters[array->parameter].elements();
-      add_piece(file, header, tensor, array, {0, elements}, sums[t]);
+      add_piece(0, header, tensor, array, {0, elements}, sums[t]);
     }
   }
 
   void adopt(CheckpointInfo info, const std::string& file) {
     info_ = std::move(info);
-    // Hardly more than its text took: each parameter was spelt out, and so was each slot.
-    if (info_.parameters.size() > (std::size_t{1} << 28) / arrays()) {
-      detail::refuse_info(file, "has more parameters and slots than any that was written");
+    // An array has two bytes in some file, unless its parameter is empty: before there is memory
+    // for all of them.
+    if (info_.parameters.size() > ((std::uint64_t{1} << 20) + bytes()) / arrays()) {
+      detail::refuse_info(file, "has more parameters and slots than its files have bytes for");
     }
     arrays_.resize(info_.parameters.size() * arrays());
   }
@@ -349,9 +357,10 @@ class Checkpoint {
     return sums;
   }
 
-  void add_piece(const detail::ReadFile& file, const SafetensorsHeader& header,
-                 const TensorEntry& tensor, const detail::ArrayNames::Array* array,
-                 Interval elements, std::optional<std::uint64_t> checksum) {
+  void add_piece(std::size_t number, const SafetensorsHeader& header, const TensorEntry& tensor,
+                 const detail::ArrayNames::Array* array, Interval elements,
+                 std::optional<std::uint64_t> checksum) {
+    const detail::ReadFile& file = (*files_)[number];
     if (array == nullptr || !detail::has_array(info_.parameters[array->parameter], array->array)) {
       refuse_tensor(file, tensor, "belongs to no parameter of the checkpoint");
     }
@@ -366,7 +375,7 @@ class Checkpoint {
       refuse_tensor(file, tensor, "has another type than the rest of its array");
     }
     to.type = *type;
-    to.pieces.push_back({files_->size() - 1, header.data_begin + tensor.begin, elements, checksum});
+    to.pieces.push_back({number, header.data_begin + tensor.begin, elements, checksum});
   }
 
   /// Every element of every array is there once.

@@ -70,15 +70,33 @@ class SaveJob {
   /// Returns what went wrong on some rank, or nothing: then the checkpoint is there.
   template <class State>
   std::string end(State& state) {
-    std::array<std::uint64_t, 3> mine{file_.bytes, checksum_of(file_.header_checksum).value_or(0),
-                                      writes_ ? std::uint64_t(rank_) + 1 : 0};
-    const auto words = exchange_words(state, error_, mine);
-    if (std::string error = first_error(words); !error.empty()) {
+    const auto words =
+        exchange_words(state, error_,
+                       {file_.bytes, checksum_of(file_.header_checksum).value_or(0),
+                        writes_ ? static_cast<std::uint64_t>(rank_) + 1 : 0, generation_});
+    std::string error = first_error(words);
+    for (std::size_t r = 0; error.empty() && r < words.size(); ++r) {
+      if (words[r].numbers[3] == words[0].numbers[3]) continue;
+      error = "rank " + std::to_string(r) + " ends another save than rank 0; end several in the " +
+              "same order on all ranks";
+    }
+    if (!error.empty()) {
       give_up();
       return error;
     }
-    const std::string error = error_of([&] {
-      if (leads()) write_index(folder_, info_, files(words));
+    std::vector<ShardFile> files;
+    error = error_of([&] {
+      if (!leads()) return;
+      files = files_of(words);
+      require_reachable(files);
+    });
+    error = first_error(exchange_words(state, error));
+    if (!error.empty()) {
+      give_up();
+      return error;
+    }
+    error = error_of([&] {
+      if (leads()) write_index(folder_, info_, files);
     });
     const auto ended = exchange_words(state, error);
     // Where that failed the new index may be there all the same, so that neither its files nor
@@ -100,7 +118,19 @@ class SaveJob {
   /// Who writes the index.
   [[nodiscard]] bool leads() const noexcept { return writes_ && rank_ == 0; }
 
-  [[nodiscard]] std::vector<ShardFile> files(const std::vector<CheckpointWord>& words) const {
+  /// Else nobody could load it.
+  void require_reachable(const std::vector<ShardFile>& files) const {
+    for (std::size_t r = 0; r < files.size(); ++r) {
+      std::error_code missing;
+      if (std::filesystem::file_size(folder_ / files[r].name, missing) == files[r].bytes) continue;
+      throw CheckpointError(folder_.string() + ": the file of rank " + std::to_string(r) + ", " +
+                            files[r].name +
+                            ", is not there; give all ranks one folder, on a file system that all "
+                            "of them reach");
+    }
+  }
+
+  [[nodiscard]] std::vector<ShardFile> files_of(const std::vector<CheckpointWord>& words) const {
     std::vector<ShardFile> files(static_cast<std::size_t>(info_.world));
     for (const CheckpointWord& word : words) {
       if (word.numbers[2] == 0) continue;
@@ -195,7 +225,7 @@ class PendingSave {
       throw UsageError("finish: this save has been finished already; begin another");
     }
     std::string error;
-    engine_->between_steps(detail::Topic::save, "finish", [&](auto& state, bool&) {
+    engine_->between_steps(detail::Topic::finish, "finish", [&](auto& state, bool&) {
       thread_.join();
       error = job_->end(state);
     });

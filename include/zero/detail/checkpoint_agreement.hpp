@@ -21,7 +21,7 @@ namespace zero::detail {
 
 /// What one rank says after each part of a save or a load.
 struct CheckpointWord {
-  std::array<std::uint64_t, 3> numbers{};
+  std::array<std::uint64_t, 4> numbers{};
   std::array<char, 1000> error{};  ///< empty: it went well
 };
 
@@ -41,7 +41,7 @@ template <class F>
 /// All ranks' words, in rank order.
 template <class State>
 [[nodiscard]] std::vector<CheckpointWord> exchange_words(
-    State& state, const std::string& error, std::array<std::uint64_t, 3> numbers = {}) {
+    State& state, const std::string& error, std::array<std::uint64_t, 4> numbers = {}) {
   CheckpointWord mine{numbers, {}};
   std::memcpy(mine.error.data(), error.data(), std::min(error.size(), mine.error.size() - 1));
   if (state.alone()) return {mine};

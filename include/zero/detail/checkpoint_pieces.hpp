@@ -75,8 +75,23 @@ void for_each_frozen(State& state, F&& f) {
   }
 }
 
-/// What this rank saves; all ranks together, everything once. Wider elements come first, so that in
-/// a file each lies on a multiple of its size.
+/// One of `world` parts of `elements`, without a product that could overflow.
+[[nodiscard]] inline Interval even_share(std::size_t elements, std::size_t rank,
+                                         std::size_t world) {
+  const auto cut = [&](std::size_t r) {
+    return elements / world * r + std::min(r, elements % world);
+  };
+  return {cut(rank), cut(rank + 1)};
+}
+
+/// So that in a file each element lies on a multiple of its size.
+inline void put_wider_first(std::vector<MemoryPiece>& pieces) {
+  std::stable_sort(pieces.begin(), pieces.end(), [](const MemoryPiece& a, const MemoryPiece& b) {
+    return bytes_of(a.type) > bytes_of(b.type);
+  });
+}
+
+/// What this rank saves; all ranks together, everything once.
 template <class State>
 [[nodiscard]] std::vector<MemoryPiece> pieces_to_save(State& state) {
   std::vector<MemoryPiece> pieces;
@@ -97,16 +112,10 @@ template <class State>
   const auto rank = static_cast<std::size_t>(state.rank());
   const auto world = static_cast<std::size_t>(state.world());
   for_each_frozen(state, [&](std::size_t i, auto values) {
-    // An even share, without a product that could overflow.
-    const auto cut = [&](std::size_t r) {
-      return values.size() / world * r + std::min(r, values.size() % world);
-    };
-    add_piece(pieces, i, value_array, cut(rank), cut(rank + 1) - cut(rank),
-              values.data() + cut(rank));
+    const Interval mine = even_share(values.size(), rank, world);
+    add_piece(pieces, i, value_array, mine.begin, mine.size(), values.data() + mine.begin);
   });
-  std::stable_sort(pieces.begin(), pieces.end(), [](const MemoryPiece& a, const MemoryPiece& b) {
-    return bytes_of(a.type) > bytes_of(b.type);
-  });
+  put_wider_first(pieces);
   return pieces;
 }
 

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Makes one form of a checkpoint of another: files alone, without an optimizer.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zero/checkpoint/checkpoint.hpp"
+#include "zero/checkpoint/info.hpp"
+#include "zero/detail/checkpoint_pieces.hpp"
+#include "zero/detail/checkpoint_writer.hpp"
+#include "zero/detail/element_bytes.hpp"
+#include "zero/detail/single_file.hpp"
+#include "zero/error.hpp"
+
+namespace zero {
+
+namespace detail {
+
+/// `sink(bytes)` for an array's elements of an interval, in parts.
+template <class Sink>
+void read_in_parts(const Checkpoint& from, std::size_t parameter, std::size_t array,
+                   Interval elements, std::vector<std::byte>& part, const Sink& sink) {
+  const ElementType type = from.array(parameter, array).type;
+  const std::size_t width = bytes_of(type);
+  for (std::size_t at = elements.begin; at < elements.end;) {
+    const std::size_t count = std::min(part.size() / width, elements.end - at);
+    const std::span<std::byte> bytes = std::span(part).first(count * width);
+    from.read(parameter, array, at, type, bytes);
+    sink(at, std::span<const std::byte>(bytes));
+    at += count;
+  }
+}
+
+}  // namespace detail
+
+/// Writes a checkpoint as one safetensors file: each parameter's values under its own name, in its
+/// own shape, and beside them `PARAMETER.master` and `PARAMETER.SLOT`. Memory: a buffer of 1 MiB.
+/// Throws `CheckpointError`. What is damaged is found by `Checkpoint::verify`, not here.
+inline void consolidate(const Checkpoint& from, const std::filesystem::path& file) {
+  CheckpointInfo info = from.info();
+  info.world = 1;
+  detail::SingleFile to(file, std::move(info), [&](std::size_t parameter, std::size_t array) {
+    return from.array(parameter, array).type;
+  });
+  std::vector<std::byte> part(detail::transfer_bytes);
+  to.for_each_array([&](std::size_t i, std::size_t a) {
+    const std::size_t width = detail::bytes_of(from.array(i, a).type);
+    detail::read_in_parts(from, i, a, {0, to.elements(i)}, part,
+                          [&](std::size_t begin, std::span<const std::byte> bytes) {
+                            to.write(i, a, begin, width, bytes);
+                          });
+  });
+  to.commit();
+}
+
+/// Writes a checkpoint into a folder, as `world` ranks might have: every array is cut into as many
+/// equal parts. The folder may be the one that it is read from. Throws `UsageError` for a world
+/// below 1, and `CheckpointError`.
+inline void split(const Checkpoint& from, const std::filesystem::path& folder, int world) {
+  if (world < 1) throw UsageError("split: there must be at least one rank");
+  detail::make_folder(folder);
+  const std::uint64_t generation = detail::next_generation(folder);
+  CheckpointInfo info = from.info();
+  info.world = world;
+  std::vector<detail::ShardFile> files;
+  std::vector<std::byte> part(detail::transfer_bytes);
+  for (int rank = 0; rank < world; ++rank) {
+    std::vector<detail::MemoryPiece> pieces;
+    for (std::size_t i = 0; i < info.parameters.size(); ++i) {
+      const Interval mine =
+          detail::even_share(info.parameters[i].elements(), static_cast<std::size_t>(rank),
+                             static_cast<std::size_t>(world));
+      for (std::size_t a = 0; a < from.arrays(); ++a) {
+        if (!detail::has_array(info.parameters[i], a) || mine.empty()) continue;
+        pieces.push_back({i, a, mine, from.array(i, a).type, nullptr});
+      }
+    }
+    detail::put_wider_first(pieces);
+    files.push_back(detail::write_shard(
+        folder, detail::shard_name(generation, rank, world), info, pieces,
+        [&](const detail::MemoryPiece& piece, const auto& sink) {
+          detail::read_in_parts(
+              from, piece.parameter, piece.array, piece.elements, part,
+              [&](std::size_t, std::span<const std::byte> bytes) { sink(bytes); });
+        }));
+  }
+  detail::write_index(folder, info, files);
+  detail::remove_older_shards(folder, generation);
+}
+
+}  // namespace zero
