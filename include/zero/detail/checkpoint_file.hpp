@@ -211,6 +211,17 @@ class NewFile {
     write_all(file_.number(), temporary_, offset, bytes);
   }
 
+  /// A hint that these bytes may go to the disk now, while others are still made, rather than all
+  /// in `commit`.
+  void start_writing_back(std::uint64_t offset, std::uint64_t bytes) noexcept {
+#ifdef SYNC_FILE_RANGE_WRITE
+    (void)::sync_file_range(file_.number(), static_cast<off_t>(offset), static_cast<off_t>(bytes),
+                            SYNC_FILE_RANGE_WRITE);
+#else
+    (void)offset, (void)bytes;
+#endif
+  }
+
   /// Once, after the last write: all of it lasts, under its name, when this returns.
   /// @throws CheckpointError the file is removed, and what had its name stays; where only the
   ///         folder's fsync failed, the new one has its name, but may lose it with the power
@@ -249,7 +260,7 @@ class Writer {
   /// @param buffer_bytes spans that are as large go to the file as they are, and no byte is copied
   /// @param begin where in the file the first byte goes
   Writer(NewFile& file, std::size_t buffer_bytes, std::uint64_t begin = 0)
-      : file_(&file), room_(buffer_bytes), written_(begin) {
+      : file_(&file), room_(buffer_bytes), written_(begin), on_its_way_(begin) {
     buffer_.reserve(buffer_bytes);
   }
 
@@ -283,11 +294,17 @@ class Writer {
   void write_out(std::span<const std::byte> bytes) {
     file_->write_at(written_, bytes);
     written_ += bytes.size();
+    if (written_ - on_its_way_ < written_back_at_once) return;
+    file_->start_writing_back(on_its_way_, written_ - on_its_way_);
+    on_its_way_ = written_;
   }
+
+  static constexpr std::uint64_t written_back_at_once = std::uint64_t{8} << 20U;
 
   NewFile* file_;
   std::size_t room_;
   std::uint64_t written_;
+  std::uint64_t on_its_way_;  ///< up to where the system has been told to write
   std::vector<std::byte> buffer_{};
   Checksum checksum_{};
 };
