@@ -146,27 +146,37 @@ class Checkpoint {
   /// from double to 16 bits). Throws `CheckpointError` where a file can't be read.
   void read(std::size_t parameter, std::size_t number, std::size_t begin, ElementType type,
             std::span<std::byte> to) const {
-    const detail::SavedArray& from = array(parameter, number);
+    const ElementType from = array(parameter, number).type;
     const std::size_t width = detail::bytes_of(type);
-    const std::size_t stored = detail::bytes_of(from.type);
-    const std::size_t end = begin + to.size() / width;
-    if (from.pieces.empty()) {
+    if (array(parameter, number).pieces.empty()) {
       std::fill(to.begin(), to.end(), std::byte{0});
       return;
     }
-    auto piece =
-        std::partition_point(from.pieces.begin(), from.pieces.end(),
-                             [&](const detail::SavedPiece& p) { return p.elements.end <= begin; });
-    for (std::size_t at = begin; at < end; ++piece) {
-      const std::size_t count = std::min(end, piece->elements.end) - at;
-      const std::uint64_t offset = piece->offset + (at - piece->elements.begin) * stored;
-      const std::span<std::byte> part = to.subspan((at - begin) * width, count * width);
-      if (from.type == type) {
-        (*files_)[piece->file].read_at(offset, part);
-      } else {
-        read_as(*piece, offset, from.type, type, part);
-      }
-      at += count;
+    for_each_part(parameter, number, {begin, begin + to.size() / width},
+                  [&](const detail::SavedPiece& piece, std::uint64_t offset, Interval elements) {
+                    const std::span<std::byte> part =
+                        to.subspan((elements.begin - begin) * width, elements.size() * width);
+                    if (from == type) {
+                      (*files_)[piece.file].read_at(offset, part);
+                    } else {
+                      read_as(piece, offset, from, type, part);
+                    }
+                  });
+  }
+
+  /// `f(piece, offset, elements)` for each run of an array's `wanted` elements that lies in one
+  /// piece: which it is, where it begins in the file, and the elements.
+  template <class F>
+  void for_each_part(std::size_t parameter, std::size_t number, Interval wanted, F&& f) const {
+    const detail::SavedArray& from = array(parameter, number);
+    const std::size_t stored = detail::bytes_of(from.type);
+    auto piece = std::partition_point(
+        from.pieces.begin(), from.pieces.end(),
+        [&](const detail::SavedPiece& p) { return p.elements.end <= wanted.begin; });
+    for (std::size_t at = wanted.begin; at < wanted.end; ++piece) {
+      const std::size_t end = std::min(wanted.end, piece->elements.end);
+      f(*piece, piece->offset + (at - piece->elements.begin) * stored, Interval{at, end});
+      at = end;
     }
   }
 

@@ -63,6 +63,8 @@ struct CheckpointInfo {
   /// Options by name, one map a group; empty where the optimizer doesn't name them.
   std::vector<std::map<std::string, double>> groups{};
   std::vector<SavedParameter> parameters{};
+  /// What the program that saved wanted to find again, by name: say how much data it has seen.
+  std::map<std::string, std::string> notes{};
 };
 
 namespace detail {
@@ -236,6 +238,7 @@ class JsonReader {
                           {"applied_in_a_row", info.loss_scale->applied_in_a_row}};
   }
   if (info.seed) json["seed"] = *info.seed;
+  if (!info.notes.empty()) json["notes"] = info.notes;
   json["groups"] = Json::array();
   for (const auto& options : info.groups) {
     Json group = Json::object();
@@ -318,6 +321,12 @@ class JsonReader {
   }
   if (reader.has("seed")) {
     info.seed = reader.integer("seed", std::numeric_limits<std::uint64_t>::max());
+  }
+  if (reader.has("notes")) {
+    const JsonReader notes(file, reader.at("notes"), "(notes)");
+    for (const auto& [name, value] : reader.at("notes").items()) {
+      info.notes[name] = notes.text(name.c_str());
+    }
   }
   for (const ParsedJson& group : reader.array("groups")) {
     if (!group.is_object()) reader.refuse("has a group that is no object");

@@ -223,7 +223,7 @@ class TorchReader {
           refuse(tensor, "has another shape than the parameter " + in_quotes(parameter.name));
         }
         const ArrayNames::Array place{i, array};
-        to_.add_piece(0, header, tensor, &place, {0, parameter.elements()}, sums[t]);
+        to_.add_piece(0, header, tensor, place, {0, parameter.elements()}, sums[t]);
       }
       // Values aren't there, so that their place says whether steps are.
       if (has_[i * to_.arrays() + array]) refuse(tensor, "is there twice, with another index");
