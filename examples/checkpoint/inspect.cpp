@@ -112,6 +112,9 @@ std::string table_of(const zero::Checkpoint& checkpoint) {
             " in a row\n";
   }
   if (info.seed) text += "stochastic rounding, seed " + std::to_string(*info.seed) + "\n";
+  for (const auto& [name, note] : info.notes) {
+    text += "note " + shown(name) + ": " + shown(note) + "\n";
+  }
   for (std::size_t g = 0; g < info.groups.size(); ++g) {
     text += "group " + std::to_string(g) + ":";
     for (const auto& [name, value] : info.groups[g]) {

@@ -24,7 +24,7 @@ run(1 "nowhere" ${TOOL} inspect nowhere)
 
 run(0 "" ${FILES} save saved)
 run(0 "step 4, 5 parameters, 3 files, .*of 3 ranks" ${TOOL} inspect saved)
-foreach(line "group 1: .*lr=0.1 " "body.weight  *\\[7,5\\]  *0  *4  *420  *values:F32 exp_avg:F32 exp_avg_sq:F32"
+foreach(line "note epoch: 2" "group 1: .*lr=0.1 " "body.weight  *\\[7,5\\]  *0  *4  *420  *values:F32 exp_avg:F32 exp_avg_sq:F32"
              "table  *\\[3\\]  *0  *0  *12  *values:F32  *frozen" "head  *\\[\\]  *1  *4  *12"
              "saved/shard-00000001-00000-of-00003.safetensors")
   if(NOT out MATCHES "${line}")

@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
   const std::filesystem::path path = argv[2];
   try {
     if (std::string_view(argv[1]) == "save") {
-      run(3, steps, [&](auto& optimizer) { zero::save(optimizer, path); });
+      run(3, steps, [&](auto& optimizer) { zero::save(optimizer, path, {{"epoch", "2"}}); });
       return 0;
     }
     if (std::string_view(argv[1]) == "damage") {

@@ -99,11 +99,14 @@ class TorchReader {
           "its metadata has no 'param_groups', so it is no state of a PyTorch optimizer; write it "
           "with save_optimizer of torch_state.py");
     }
-    Json json;
+    ParsedJson json;
     try {
-      json = Json::parse(text->second);
-    } catch (const Json::exception& error) {
-      refuse(std::string("its 'param_groups' is no JSON (") + error.what() + ")");
+      json = ParsedJson::parse(text->second);
+    } catch (const ParsedJson::exception& error) {
+      // Without the text around it, of any length.
+      const std::string_view what = error.what();
+      refuse("its 'param_groups' is no JSON (" +
+             std::string(what.substr(0, what.find("; last read"))) + ")");
     }
     if (!json.is_array()) refuse("its 'param_groups' is no array");
     if (json.size() != groups) {
@@ -223,7 +226,7 @@ class TorchReader {
           refuse(tensor, "has another shape than the parameter " + in_quotes(parameter.name));
         }
         const ArrayNames::Array place{i, array};
-        to_.add_piece(0, header, tensor, &place, {0, parameter.elements()}, sums[t]);
+        to_.add_piece(0, header, tensor, place, {0, parameter.elements()}, sums[t]);
       }
       // Values aren't there, so that their place says whether steps are.
       if (has_[i * to_.arrays() + array]) refuse(tensor, "is there twice, with another index");
