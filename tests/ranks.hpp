@@ -61,7 +61,7 @@ inline void rethrow_any(const std::vector<std::exception_ptr>& thrown) {
 
 /// What went wrong, as a value that other threads may look at.
 struct Failure {
-  enum class Kind { none, usage, communicator, other };
+  enum class Kind { none, usage, communicator, checkpoint, other };
   Kind kind = Kind::none;
   std::string text{};
   std::string operation{};
@@ -76,6 +76,8 @@ inline Failure failure_of(const std::exception_ptr& exception) {
     return {Failure::Kind::communicator, error.what(), error.operation(), error.failure()};
   } catch (const zero::UsageError& error) {
     return {Failure::Kind::usage, error.what()};
+  } catch (const zero::CheckpointError& error) {
+    return {Failure::Kind::checkpoint, error.what()};
   } catch (const std::exception& error) {
     return {Failure::Kind::other, error.what()};
   } catch (...) {

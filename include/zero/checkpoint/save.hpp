@@ -95,14 +95,23 @@ class SaveJob {
       give_up();
       return error;
     }
+    std::optional<NewFile> index;
     error = error_of([&] {
-      if (leads()) write_index(folder_, info_, files);
+      if (leads()) write_index(index.emplace(folder_ / index_name), info_, files);
     });
-    const auto ended = exchange_words(state, error);
-    // Where that failed the new index may be there all the same, so that neither its files nor
-    // those of the one before may be removed.
+    const bool may_be_named = index && index->may_have_its_name();
+    index.reset();
+    const auto ended = exchange_words(state, error, {may_be_named ? 1U : 0U});
+    // Where that failed the new index may be there all the same; then neither its files nor those
+    // of the one before may be removed.
     if (leads() && error.empty()) remove_older_shards(folder_, generation_);
-    return first_error(ended);
+    error = first_error(ended);
+    if (!error.empty() && std::ranges::all_of(ended, [](const CheckpointWord& word) {
+          return word.numbers[0] == 0;
+        })) {
+      give_up();
+    }
+    return error;
   }
 
   /// Removes what this rank has written: no index names it.
