@@ -148,7 +148,7 @@ std::size_t matrices_for(const Folder& folder) {
 }
 
 std::string described(const Ranks& ranks, const std::string& rest) {
-  return text(static_cast<double>(ranks.bytes()) / 12, " elements of float Adam, K=2: ") + rest;
+  return text(static_cast<double>(ranks.bytes()) / 12, "elements of float Adam, K=2: ") + rest;
 }
 
 const Row save_row("checkpoint/save", [](Sheet& sheet) {
@@ -350,10 +350,10 @@ const Row reshard_row("checkpoint/reshard", [](Sheet& sheet) {
     from->for_each_piece([&](auto&&...) { ++pieces; });
   }
   sheet.value("", "ms", spread_of(planning), at_most(100),
-              text(static_cast<double>(elements), " elements, K=8 to 3: ") +
+              text(static_cast<double>(elements), "elements, K=8 to 3: ") +
                   "all ranks' shards by the new layout, and the " + std::to_string(reads) +
                   " reads that fill them");
-  sheet.value("open", "ms", spread_of(opening), std::nullopt,
+  sheet.value("open", "ms", spread_of(opening), at_most(100),
               "the index and the headers of 8 files, " + std::to_string(pieces) + " tensors");
 });
 
