@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#undef _FORTIFY_SOURCE  // which has definitions of its own of some of these
 #include "checkpoint/crash_calls.hpp"
 
 #include <dlfcn.h>

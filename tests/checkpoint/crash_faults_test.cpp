@@ -23,6 +23,7 @@
 #include "catch.hpp"
 #include "checkpoint/crash_calls.hpp"
 #include "checkpoint/crash_training.hpp"
+#include "checkpoint/folder.hpp"
 #include "zero/checkpoint.hpp"
 
 namespace {
@@ -30,7 +31,6 @@ namespace {
 using calls::Call;
 using calls::Kind;
 using training::Files;
-using training::Folder;
 using training::Snapshots;
 namespace fs = std::filesystem;
 
@@ -210,7 +210,8 @@ TEST_CASE("a disk that is full", "[checkpoint][crash]") {
       const Files before = training::files_of(folder);
       const auto room = static_cast<std::size_t>(fs::space(folder).available);
       const std::size_t kept = static_cast<std::size_t>(left) * 4096;
-      training::make_file(mounted / "ballast", std::string(room - kept, 'x'));
+      make_file(mounted / "ballast", std::string(room - kept, 'x'));
+      if (fs::file_size(mounted / "ballast") != room - kept) return "no ballast";
       const Told told = save_in_vain(folder);
       if (told.errors[0] == "nothing was thrown") return "saved";
       const std::string problem =
@@ -275,7 +276,7 @@ TEST_CASE("a folder that may not be written to", "[checkpoint][crash]") {
 
 TEST_CASE("paths that can't be a checkpoint's folder", "[checkpoint][crash]") {
   const Folder folder;
-  training::make_file(folder / "file", "not a folder");
+  make_file(folder / "file", "not a folder");
   fs::create_directories(folder / "odd" / "index.json" / "in it");
   for (const auto& [path, words] : std::vector<std::pair<fs::path, std::vector<std::string>>>{
            {folder / "file" / "below", {"making the folder", "Not a directory", "check the path"}},
@@ -297,5 +298,5 @@ TEST_CASE("paths that can't be a checkpoint's folder", "[checkpoint][crash]") {
   }
   // Of the last try alone: a rename that failed may have been made, over a network.
   CHECK(std::distance(fs::directory_iterator(folder / "odd"), {}) == world + 1);
-  CHECK(training::text_of(folder / "file") == "not a folder");
+  CHECK(text_of(folder / "file") == "not a folder");
 }

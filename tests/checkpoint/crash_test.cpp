@@ -20,6 +20,7 @@
 #include "catch.hpp"
 #include "checkpoint/crash_calls.hpp"
 #include "checkpoint/crash_training.hpp"
+#include "checkpoint/folder.hpp"
 #include "zero/checkpoint.hpp"
 
 namespace {
@@ -27,7 +28,6 @@ namespace {
 using calls::Call;
 using calls::Kind;
 using training::Files;
-using training::Folder;
 using training::Snapshots;
 
 /// Starts `f` in a process of its own.

@@ -2,21 +2,14 @@
 // A small training whose state after each step is known to the bit, and folders that it saves to.
 #pragma once
 
-#include <unistd.h>
-
-#include <algorithm>
 #include <cstddef>
 #include <exception>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
-#include <stdexcept>
 #include <string>
-#include <string_view>
-#include <system_error>
 #include <vector>
 
+#include "checkpoint/folder.hpp"
 #include "ranks.hpp"
 #include "zero/checkpoint.hpp"
 #include "zero/optim/adam.hpp"
@@ -24,38 +17,6 @@
 namespace training {
 
 namespace fs = std::filesystem;
-
-/// An empty folder, removed at the end.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "zero_XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
-    path_ = name;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-
-  [[nodiscard]] const fs::path& path() const { return path_; }
-  [[nodiscard]] fs::path operator/(std::string_view name) const { return path_ / name; }
-
- private:
-  fs::path path_;
-};
-
-inline std::string text_of(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-inline void make_file(const fs::path& path, std::string_view text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  if (!file.flush()) throw std::runtime_error(path.string() + " can't be written");
-}
 
 /// A folder's files and what they hold.
 using Files = std::map<std::string, std::string>;

@@ -19,13 +19,13 @@
 
 #include "catch.hpp"
 #include "checkpoint/crash_training.hpp"
+#include "checkpoint/folder.hpp"
 #include "zero/checkpoint.hpp"
 
 namespace {
 
 namespace fs = std::filesystem;
 using training::Files;
-using training::Folder;
 using zero::detail::Json;
 
 /// What a reader that verifies says of it; empty: that it is whole.
@@ -70,7 +70,7 @@ std::string consolidated(int step) {
     training::train(model, optimizer, rank, step);
     zero::consolidate(optimizer, folder / "one.safetensors", 0);
   });
-  return training::text_of(folder / "one.safetensors");
+  return text_of(folder / "one.safetensors");
 }
 
 /// Any of the bits, but never none; twice changes nothing. In place: rewriting thousands of files
@@ -116,7 +116,7 @@ TEST_CASE("a byte that changes in a single file is seen, where it means anything
   const Folder folder;
   const fs::path path = folder / "one";
   const std::string text = consolidated(2);
-  training::make_file(path, text);
+  make_file(path, text);
   REQUIRE(complaint(path) == "");
   const training::Snapshots whole = training::loaded(2, path);
   std::size_t harmless = 0;
@@ -146,16 +146,16 @@ TEST_CASE("a file that is cut off, or goes on, is seen", "[checkpoint][damage]")
     std::size_t tried = 0;
     for (std::size_t bytes = 0; bytes < text.size(); bytes += 1 + bytes / 40) {
       CAPTURE(file, bytes);
-      training::make_file(file, text.substr(0, bytes));
+      make_file(file, text.substr(0, bytes));
       CHECK(complaint(checkpoint).find(file.string()) != std::string::npos);
       if (++tried % 20 == 0) CHECK(problem_of_load(checkpoint, file.string()) == "");
     }
     for (const std::string& more : {std::string(1, '\0'), std::string(" "), text}) {
       CAPTURE(file, more.size());
-      training::make_file(file, text + more);
+      make_file(file, text + more);
       CHECK(complaint(checkpoint).find(file.string()) != std::string::npos);
     }
-    training::make_file(file, text);
+    make_file(file, text);
     CHECK(complaint(checkpoint) == "");
   };
   const Files files = saved(2);
@@ -224,7 +224,7 @@ struct Shard {
 
 Shard shard_of(const fs::path& path) {
   Shard shard{zero::read_safetensors_header(zero::detail::ReadFile(path)), {}};
-  shard.data = training::text_of(path).substr(static_cast<std::size_t>(shard.header.data_begin));
+  shard.data = text_of(path).substr(static_cast<std::size_t>(shard.header.data_begin));
   return shard;
 }
 
@@ -246,7 +246,7 @@ class Saved {
  public:
   Saved() {
     training::save_step(1, 2, path());
-    index_ = Json::parse(training::text_of(path() / "index.json"));
+    index_ = Json::parse(text_of(path() / "index.json"));
     index_.erase("xxh3_64");
     shard_ = shard_of(shard_path());
   }
@@ -261,12 +261,12 @@ class Saved {
     Shard shard = shard_;
     change_shard(shard);
     const std::string header = shard.header_text();
-    training::make_file(shard_path(), header + shard.data);
+    make_file(shard_path(), header + shard.data);
     Json index = index_;
     index["files"][0]["bytes"] = header.size() + shard.data.size();
     index["files"][0]["header_xxh3_64"] = checksum_of(header);
     change_index(index);
-    training::make_file(path() / "index.json", index_text(index));
+    make_file(path() / "index.json", index_text(index));
     return complaint(path());
   }
 
@@ -330,6 +330,7 @@ TEST_CASE("an index that no save has written is refused, by each of its rules",
            {set("parameters", {1}), "(parameter 0) must be an object"},
            {parameter(0, "name", 1), "(parameter 0) has a 'name' that is no string"},
            {parameter(0, "name", ""), "parameter 0 has no name"},
+           {parameter(0, "name", "__metadata__"), "parameter 0 is called __metadata__"},
            {parameter(2, "name", "a"),
             "parameters 0 (\"a\") and 2 (\"a\") both have an array \"a\""},
            {parameter(2, "name", "a.exp_avg"), "both have an array \"a.exp_avg\""},
@@ -396,7 +397,7 @@ TEST_CASE("an index that is no JSON object is refused", "[checkpoint][damage]") 
   const Saved saved;
   const fs::path index = saved.path() / "index.json";
   const auto check = [&](std::string text, const std::string& rule) {
-    training::make_file(index, text += zero::detail::index_end(text));
+    make_file(index, text += zero::detail::index_end(text));
     const std::string says = complaint(saved.path());
     CAPTURE(says);
     CHECK(says.starts_with(index.string() + ": its description " + rule));
@@ -407,7 +408,7 @@ TEST_CASE("an index that is no JSON object is refused", "[checkpoint][damage]") 
   check("{\"a\": 1e999", "is no JSON (");
   check(std::string(100'000, '['), "is no JSON (");
   check("{\"format\": 1", "does not say that it is a zero-checkpoint");
-  training::make_file(index, "[]");
+  make_file(index, "[]");
   CHECK(complaint(saved.path()).find("has another checksum") != std::string::npos);
 }
 
@@ -487,7 +488,7 @@ TEST_CASE("a shard that no save has written is refused, by each of its rules",
 TEST_CASE("a single file that no consolidation has written is refused", "[checkpoint][damage]") {
   const Folder folder;
   const fs::path path = folder / "one";
-  training::make_file(path, consolidated(2));
+  make_file(path, consolidated(2));
   const Shard whole = shard_of(path);
   const auto info = [](const std::function<void(Json&)>& change) {
     return [=](Shard& file) {
@@ -526,7 +527,7 @@ TEST_CASE("a single file that no consolidation has written is refused", "[checkp
            {[](Shard& file) { file.data[5] ^= 4; }, "has other bytes than were written"}}) {
     Shard file = whole;
     change(file);
-    training::make_file(path, file.header_text() + file.data);
+    make_file(path, file.header_text() + file.data);
     const std::string says = complaint(path);
     CAPTURE(rule, says);
     CHECK(says.starts_with(path.string() + ": "));

@@ -16,7 +16,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -56,11 +55,6 @@ std::string difference(const std::vector<std::vector<T>>& got,
     }
   }
   return {};
-}
-
-std::string text_of(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
 void write(const std::filesystem::path& path, const File& file) {
@@ -163,7 +157,7 @@ std::string refusal(const Case& of, const std::filesystem::path& file) {
 /// Why PyTorch's file of a case, changed, is refused.
 template <class Case>
 std::string refusal_of_changed(const Case& of, const std::function<void(File&)>& change) {
-  const Folder folder;
+  const checkpoints::Folder folder;
   File file = torch_cases::read(data / (std::string(of.name) + ".torch.safetensors"));
   change(file);
   write(folder / "changed.safetensors", file);
@@ -184,7 +178,7 @@ TEST_CASE("PyTorch's optimizers go on here, at any world size, as they would hav
     const bool is_sgd = std::is_same_v<typename Case::optimizer, zero::Sgd>;
     for (const int world : {1, 2, 3}) {
       INFO(of.name << " on " << world << " ranks");
-      const Folder folder;
+      const checkpoints::Folder folder;
       const auto history =
           torch_cases::go_on(of, data, world, folder.path(), [&](const auto& optimizer) {
             // PyTorch's SGD doesn't count.
@@ -209,11 +203,11 @@ TEST_CASE("what is written is what PyTorch has loaded, byte by byte, at any worl
     const std::string name = of.name;
     for (const int world : {1, 2, 3}) {
       INFO(name << " on " << world << " ranks");
-      const Folder folder;
+      const checkpoints::Folder folder;
       torch_cases::go_on(of, data, world, folder.path(), [](const auto&) {});
-      const std::string right = text_of(data / (name + ".zero.safetensors"));
+      const std::string right = checkpoints::text_of_file(data / (name + ".zero.safetensors"));
       REQUIRE(!right.empty());
-      CHECK(text_of(folder / (name + ".zero.safetensors")) == right);
+      CHECK(checkpoints::text_of_file(folder / (name + ".zero.safetensors")) == right);
     }
     // And each tensor is the one that PyTorch has written.
     const File ours = torch_cases::read(data / (name + ".zero.safetensors"));
@@ -223,12 +217,13 @@ TEST_CASE("what is written is what PyTorch has loaded, byte by byte, at any worl
 }
 
 TEST_CASE("from a consolidated file the same is written, and loaded again") {
-  const Folder folder;
+  const checkpoints::Folder folder;
   torch_cases::go_on(adamw, data, 2, folder.path(), [](const auto&) {});
   const zero::Checkpoint saved(folder / "adamw.saved");
   zero::consolidate(saved, folder / "single");
   zero::save_torch(zero::Checkpoint(folder / "single"), folder / "state");
-  CHECK(text_of(folder / "state") == text_of(folder / "adamw.after.safetensors"));
+  CHECK(checkpoints::text_of_file(folder / "state") ==
+        checkpoints::text_of_file(folder / "adamw.after.safetensors"));
   CHECK(refusal(adamw, folder / "state") == "");
 
   // Its own files have checksums.
@@ -244,7 +239,7 @@ TEST_CASE("from a consolidated file the same is written, and loaded again") {
 }
 
 TEST_CASE("values can be left as they are when a checkpoint is loaded") {
-  const Folder folder;
+  const checkpoints::Folder folder;
   torch_cases::go_on(adam, data, 2, folder.path(), [](const auto&) {});
   bool values_stay = false, state_comes = false;
   ranks::rethrow_any(ranks::run(1, [&](zero::InProcessCommunicator& comm) {
@@ -362,7 +357,7 @@ TEST_CASE("PyTorch's state must fit: the file and the tensor that doesn't are na
   contains(with_names({"head.weight", "head.weight"}), "are the parameter \"head.weight\"");
   contains(with_names({"head.weight", "body.bias"}), "are the parameter \"body.bias\"");
 
-  const Folder folder;
+  const checkpoints::Folder folder;
   std::filesystem::copy_file(data / "adam.torch.safetensors", folder / "cut");
   std::filesystem::resize_file(folder / "cut", std::filesystem::file_size(folder / "cut") - 1);
   contains(refusal(adam, folder / "cut"), "cut: ");
@@ -394,7 +389,7 @@ TEST_CASE("frozen and tied parameters beside PyTorch's") {
 }
 
 TEST_CASE("what PyTorch has no optimizer for is not written for it") {
-  const Folder folder;
+  const checkpoints::Folder folder;
   ranks::rethrow_any(ranks::run(1, [&](zero::InProcessCommunicator& comm) {
     auto model = torch_cases::model_of(adam);
     zero::ZeroSharded optimizer{zero::Lamb{}, model, comm, zero::BalancedPartition{}};

@@ -119,6 +119,11 @@ class ArrayNames {
         throw UsageError("parameter " + std::to_string(i) +
                          " has no name, which checkpoints know parameters by; give it one");
       }
+      if (name == "__metadata__") {
+        throw UsageError("parameter " + std::to_string(i) +
+                         " is called __metadata__, which safetensors files keep for themselves; "
+                         "give it another name");
+      }
       const auto [other, is_new] = parameters_.emplace(name, i);
       if (!is_new) refuse(other->second, i, name);
     }

@@ -99,11 +99,14 @@ class TorchReader {
           "its metadata has no 'param_groups', so it is no state of a PyTorch optimizer; write it "
           "with save_optimizer of torch_state.py");
     }
-    Json json;
+    ParsedJson json;
     try {
-      json = Json::parse(text->second);
-    } catch (const Json::exception& error) {
-      refuse(std::string("its 'param_groups' is no JSON (") + error.what() + ")");
+      json = ParsedJson::parse(text->second);
+    } catch (const ParsedJson::exception& error) {
+      // Without the text around it, of any length.
+      const std::string_view what = error.what();
+      refuse("its 'param_groups' is no JSON (" +
+             std::string(what.substr(0, what.find("; last read"))) + ")");
     }
     if (!json.is_array()) refuse("its 'param_groups' is no array");
     if (json.size() != groups) {

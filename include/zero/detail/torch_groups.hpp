@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/info.hpp"
@@ -70,10 +71,10 @@ struct TorchGroup {
 /// Throws `CheckpointError` naming file, group and option for what our optimizer can't do.
 class TorchGroupReader {
  public:
-  TorchGroupReader(const std::string& file, const TorchRule& rule, std::size_t group)
-      : file_(file), rule_(rule), group_(group) {}
+  TorchGroupReader(std::string file, const TorchRule& rule, std::size_t group)
+      : file_(std::move(file)), rule_(rule), group_(group) {}
 
-  [[nodiscard]] TorchGroup read(const Json& json) const {
+  [[nodiscard]] TorchGroup read(const ParsedJson& json) const {
     if (!json.is_object()) refuse("is no object");
     TorchGroup group;
     // Files of older versions lack some of them.
@@ -108,28 +109,28 @@ class TorchGroupReader {
                           what);
   }
 
-  void read_params(const Json& json, std::vector<std::uint64_t>& params) const {
+  void read_params(const ParsedJson& json, std::vector<std::uint64_t>& params) const {
     if (!json.is_array()) refuse("has 'params' that are no array");
-    for (const Json& index : json) {
+    for (const ParsedJson& index : json) {
       if (!index.is_number_unsigned()) refuse("has 'params' that are no indices from 0 on");
       params.push_back(index.get<std::uint64_t>());
     }
   }
-  void read_names(const Json& json, std::vector<std::string>& names) const {
+  void read_names(const ParsedJson& json, std::vector<std::string>& names) const {
     if (!json.is_array()) refuse("has 'param_names' that are no array");
-    for (const Json& name : json) {
+    for (const ParsedJson& name : json) {
       if (!name.is_string()) refuse("has 'param_names' that are no strings");
       names.push_back(name.get<std::string>());
     }
   }
 
-  [[nodiscard]] double number(const std::string& key, const Json& value) const {
+  [[nodiscard]] double number(const std::string& key, const ParsedJson& value) const {
     if (value.is_boolean()) return value.get<bool>() ? 1 : 0;
     if (!value.is_number()) refuse("has an option " + in_quotes(key) + " that is no number");
     return value.get<double>();
   }
 
-  void read_option(const std::string& key, const Json& value,
+  void read_option(const std::string& key, const ParsedJson& value,
                    std::map<std::string, double>& options) const {
     if (key == "betas" && rule_.is_adam()) {
       if (!value.is_array() || value.size() != 2) refuse("has 'betas' that are not two numbers");
@@ -144,14 +145,14 @@ class TorchGroupReader {
       options[key] = number(key, value);
     } else if (!is_neutral(key, value)) {
       refuse("has the option " + in_quotes(key) + " with the value " +
-             in_quotes(value.dump(-1, ' ', false, Json::error_handler_t::replace)) + ", which " +
-             rule_.name + " lacks; load into the optimizer that PyTorch's was");
+             in_quotes(value.dump(-1, ' ', false, ParsedJson::error_handler_t::replace)) +
+             ", which " + rule_.name + " lacks; load into the optimizer that PyTorch's was");
     }
   }
 
   /// Whether an option that we don't have can be left out: it says how, not what is computed, is a
   /// schedule's own note, or off.
-  [[nodiscard]] static bool is_neutral(const std::string& key, const Json& value) {
+  [[nodiscard]] static bool is_neutral(const std::string& key, const ParsedJson& value) {
     constexpr std::array<std::string_view, 9> known{"foreach", "capturable",   "differentiable",
                                                     "fused",   "initial_lr",   "max_lr",
                                                     "min_lr",  "max_momentum", "base_momentum"};
@@ -160,7 +161,7 @@ class TorchGroupReader {
     return value.is_null() || value.is_string() || (value.is_boolean() && !value.get<bool>());
   }
 
-  const std::string& file_;
+  std::string file_;
   const TorchRule& rule_;
   std::size_t group_;
 };
