@@ -20,7 +20,7 @@
 #include "catch.hpp"
 #include "checkpoint/crash_calls.hpp"
 #include "checkpoint/crash_training.hpp"
-#include "checkpoint/folder.hpp"
+#include "checkpoint/file_folder.hpp"
 #include "zero/checkpoint.hpp"
 
 namespace {

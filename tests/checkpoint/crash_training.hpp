@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/folder.hpp"
+#include "checkpoint/file_folder.hpp"
 #include "ranks.hpp"
 #include "zero/checkpoint.hpp"
 #include "zero/optim/adam.hpp"

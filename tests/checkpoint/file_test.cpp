@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "folder.hpp"
+#include "file_folder.hpp"
 
 std::uint64_t sum_where_xxhash_is_first(std::span<const std::byte> bytes);
 std::uint64_t zero_sum_where_xxhash_is_first(std::span<const std::byte> bytes);

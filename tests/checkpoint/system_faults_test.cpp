@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "catch.hpp"
-#include "folder.hpp"
+#include "file_folder.hpp"
 
 namespace {
 
