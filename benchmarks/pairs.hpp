@@ -55,18 +55,29 @@ struct Pairs {
 /// Enough for a median that one disturbed run, or five, can't move.
 inline constexpr int pair_count = 11;
 
-/// Runs both once unmeasured, then `count` pairs in the order A B, B A, A B, …
-template <class Subject, class Reference>
-Pairs run_pairs(Subject&& subject, Reference&& reference, int count = pair_count) {
-  subject();
-  reference();
+/// Runs both once unmeasured, then `count` pairs in the order A B, B A, A B, …; before each
+/// `prepare`, which is not measured.
+template <class Prepare, class Subject, class Reference>
+Pairs run_prepared_pairs(Prepare&& prepare, Subject&& subject, Reference&& reference,
+                         int count = pair_count) {
+  const auto measure = [&](auto&& run) {
+    prepare();
+    return seconds(run);
+  };
+  (void)measure(subject);
+  (void)measure(reference);
   Pairs pairs;
   for (int i = 0; i < count; ++i) {
-    if (i % 2 == 0) pairs.subject.push_back(seconds(subject));
-    pairs.reference.push_back(seconds(reference));
-    if (i % 2 == 1) pairs.subject.push_back(seconds(subject));
+    if (i % 2 == 0) pairs.subject.push_back(measure(subject));
+    pairs.reference.push_back(measure(reference));
+    if (i % 2 == 1) pairs.subject.push_back(measure(subject));
   }
   return pairs;
+}
+
+template <class Subject, class Reference>
+Pairs run_pairs(Subject&& subject, Reference&& reference, int count = pair_count) {
+  return run_prepared_pairs([] {}, subject, reference, count);
 }
 
 }  // namespace bench

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What stages 0 to 3 cost: memory of a rank against the formulas, and traffic that computation
 // hides.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -25,6 +21,7 @@
 
 #include "../examples/bert/process_memory.hpp"
 #include "bert_shapes.hpp"
+#include "child.hpp"
 #include "model_memory.hpp"
 #include "reference_loops.hpp"
 #include "table.hpp"
@@ -287,34 +284,6 @@ Measured measure_memory(int world, const Model& model) {
   return measured;
 }
 
-/// In a process of its own, whose peak nobody else has part in, and whose memory is gone with it.
-template <class F>
-Measured in_child(F&& body) {
-  std::array<int, 2> ends{};
-  if (pipe(ends.data()) != 0) throw std::runtime_error("no pipe");
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child < 0) throw std::runtime_error("no process");
-  if (child == 0) {
-    int status = 1;
-    try {
-      const Measured measured = body();
-      status = write(ends[1], &measured, sizeof measured) == sizeof measured ? 0 : 1;
-    } catch (const std::exception& exception) {
-      std::fprintf(stderr, "%s\n", exception.what());
-    }
-    _exit(status);
-  }
-  close(ends[1]);
-  Measured measured;
-  const bool whole = read(ends[0], &measured, sizeof measured) == sizeof measured;
-  close(ends[0]);
-  int status = 0;
-  waitpid(child, &status, 0);
-  if (!whole || status != 0) throw std::runtime_error("the measuring process failed");
-  return measured;
-}
-
 Measured measure_memory(int stage, int world, const Model& model) {
   return in_child([&] {
     switch (stage) {
@@ -330,7 +299,6 @@ std::string megabytes(double bytes) { return text(bytes / 1e6, "MB"); }
 std::string megabytes(std::size_t bytes) { return megabytes(static_cast<double>(bytes)); }
 
 const Row memory("stages/memory", [](Sheet& sheet) {
-  static_assert(std::is_trivially_copyable_v<Measured>);
   const Model model("base", bert::Head::masked_lm);
   nlohmann::ordered_json points = nlohmann::ordered_json::array();
   Terms terms;

@@ -5,12 +5,15 @@
 //     bert                                              the demo: mini, on the licence texts
 //     bert --model large --synthetic --steps 5          BERT-large, two ranks: 16 GB
 //     bert --stage all                                  gradients and parameters sharded, too
+//     bert --mode sharded --until 30 --save FOLDER      half of it; the rest on three ranks:
+//     bert --resume FOLDER --ranks 3 --stage all
 //     mpirun -n 2 --bind-to none bert --communicator mpi    ranks that are processes
 //     bert --help
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -20,8 +23,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
+#include <zero/checkpoint/checkpoint.hpp>
 #include <zero/error.hpp>
 
 #ifdef __GLIBC__
@@ -94,13 +99,40 @@ void require_writable(const char* option, const std::filesystem::path& file) {
                          "may write to");
 }
 
+/// Throws what says why a checkpoint can't be gone on from, or made.
+void prepare_checkpoints(bert::Options& options, bool writes) {
+  using bert::InputError;
+  if (!options.resume.empty()) {
+    const zero::Checkpoint from(options.resume);
+    const std::string resume = "--resume " + options.resume.string();
+    const auto found = from.info().notes.find(bert::steps_note);
+    const std::string note = found == from.info().notes.end() ? "" : found->second;
+    const auto [end, failed] =
+        std::from_chars(note.data(), note.data() + note.size(), options.seen);
+    if (failed != std::errc{} || end != note.data() + note.size()) {
+      throw InputError(resume + ": no checkpoint of this program; give one that --save made");
+    }
+    if (options.seen >= options.end()) {
+      throw InputError(resume + ": it is after step " + note + ", and this run ends after " +
+                       std::to_string(options.end()) + "; give more --steps");
+    }
+  }
+  if (!writes || options.save.empty()) return;
+  std::error_code error;
+  std::filesystem::create_directories(options.save, error);
+  if (error || ::access(options.save.c_str(), W_OK | X_OK) != 0) {
+    throw InputError("--save " + options.save.string() +
+                     ": can't be written; name a folder that you may write to");
+  }
+}
+
 /// On a terminal one line that changes; elsewhere a tenth of the lines.
 void show_progress(const bert::Options& options, const bert::RunReport& run) {
   static const bool terminal = ::isatty(STDOUT_FILENO) != 0;
-  const std::size_t done = run.losses.size(), every = (options.steps + 9) / 10;
-  const bool last = done == options.steps || run.interrupted;
-  if (!terminal && !last && done % every != 0 && done != 1) return;
-  const bool kept = last || done % every == 0 || done == 1;
+  const std::size_t done = options.seen + run.losses.size(), every = (options.steps + 9) / 10;
+  const bool last = done == options.end() || run.interrupted, first = run.losses.size() == 1;
+  const bool kept = last || first || done % every == 0;
+  if (!terminal && !kept) return;
   std::printf("%s%s%s", terminal ? "\r\033[K" : "", bert::progress_line(options, run).c_str(),
               kept || !terminal ? "\n" : "");
   std::fflush(stdout);
@@ -148,6 +180,7 @@ Plan plan(bert::Options& options, const bert::Processes& processes) {
   } else {
     bert::require_memory(options, *plan.combination, available, address_space);
   }
+  prepare_checkpoints(options, processes.rank() == 0);
   if (processes.rank() == 0) {
     require_writable("--json", options.json);
     require_writable("--trace", options.trace);
@@ -166,6 +199,8 @@ std::string refusal_of(Act&& act) {
   } catch (const bert::InputError& error) {
     return error.what();
   } catch (const zero::UsageError& error) {  // options that make no sense, say a negative rate
+    return error.what();
+  } catch (const zero::CheckpointError& error) {
     return error.what();
   }
   return "";
@@ -274,7 +309,8 @@ int run(int argc, char** argv, bert::Processes& processes) {
     if (!options.trace.empty()) write_trace(options.trace, runs);
     if (!options.json.empty()) bert::write_json(options, reports);
     if (last.interrupted) {
-      std::printf("interrupted after %zu of %zu steps\n", last.losses.size(), options.steps);
+      std::printf("interrupted after %zu of %zu steps\n", options.seen + last.losses.size(),
+                  options.steps);
     }
   }
   if (last.interrupted) return 130;

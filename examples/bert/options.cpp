@@ -29,7 +29,7 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
                steps = static_cast<std::int64_t>(options.steps),
                warmup = static_cast<std::int64_t>(options.warmup),
                vocabulary = static_cast<std::int64_t>(options.vocabulary),
-               seed = static_cast<std::int64_t>(options.seed),
+               seed = static_cast<std::int64_t>(options.seed), until = 0, save_every = 0,
                timeout = std::int64_t{options.timeout.count()};
   double clip = 0, weight_decay = 0;
 
@@ -79,6 +79,14 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   app.add_flag("--synthetic", options.synthetic, "train on random words instead")->excludes(text);
   app.add_option("--vocabulary", vocabulary, "how many tokens; without: the text's");
   app.add_option("--seed", seed, "of weights, batches and dropout")->capture_default_str();
+  app.add_option("--save", options.save, "folder for a checkpoint, at the end or when interrupted");
+  app.add_option("--save-every", save_every, "steps between checkpoints before that; 0: none")
+      ->capture_default_str();
+  app.add_option("--resume", options.resume,
+                 "go on from this checkpoint, on as many ranks and at whatever stage you like");
+  app.add_option("--until", until,
+                 "end after this step, though the learning rate falls over --steps; 0: don't")
+      ->capture_default_str();
   app.add_option("--json", options.json, "write the results there");
   app.add_option("--trace", options.trace, "write a trace there, for ui.perfetto.dev");
   app.add_flag("--describe", options.describe, "only print what the model is made of");
@@ -126,6 +134,13 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   within("--timeout", timeout, 1, 1 << 30);
   within("--batch", batch, 1, 1 << 20);
   within("--steps", steps, 1, 1 << 30);
+  within("--until", until, 0, 1 << 30);
+  within("--save-every", save_every, 0, 1 << 30);
+  require(save_every == 0 || !options.save.empty(), "--save-every: name a folder with --save, too");
+  require(options.save.empty() || options.mode == Mode::replicated ||
+              (options.mode == Mode::sharded && options.stages.size() == 1),
+          "--save " + options.save.string() +
+              ": this is to be one run's; give --mode sharded or replicated, and one --stage");
   within("--warmup", warmup, 0, 1 << 30);
   within("--vocabulary", vocabulary, 0, 1 << 30);
   within("--seed", seed, 0, std::numeric_limits<std::int64_t>::max());
@@ -146,6 +161,8 @@ std::optional<Options> parse(int argc, const char* const* argv, bool speaks) {
   options.batch = static_cast<std::size_t>(batch);
   options.sequence = static_cast<std::size_t>(sequence);
   options.steps = static_cast<std::size_t>(steps);
+  options.until = static_cast<std::size_t>(until);
+  options.save_every = static_cast<std::size_t>(save_every);
   options.seed = static_cast<std::uint64_t>(seed);
   options.warmup = static_cast<std::size_t>(warmup);
   options.vocabulary = static_cast<std::size_t>(vocabulary);

@@ -2,6 +2,7 @@
 // What the command line says.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -38,7 +39,11 @@ struct Options {
   std::size_t bucket_bytes = 25U << 20;
   std::size_t batch = 8;  ///< sequences a rank and step
   std::size_t sequence = 128;
-  std::size_t steps = 60;
+  std::size_t steps = 60;  ///< the schedule's, those before `resume` among them
+  std::size_t until = 0;   ///< end after this one; 0: after the last
+  std::filesystem::path save, resume;
+  std::size_t save_every = 0;  ///< steps; 0: only at the end
+  std::size_t seen = 0;        ///< steps that `resume` has gone already
   double lr = 1e-3;
   std::size_t warmup = 6;
   std::optional<double> clip;
@@ -52,6 +57,8 @@ struct Options {
   std::filesystem::path json, trace;
   bool describe = false;
 
+  /// The last step of this run.
+  [[nodiscard]] std::size_t end() const { return until == 0 ? steps : std::min(until, steps); }
   [[nodiscard]] BatchSize batch_size() const { return {batch, sequence, predictions_of(sequence)}; }
 };
 

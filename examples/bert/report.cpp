@@ -272,15 +272,15 @@ std::string tables(const Options& options, const std::vector<RunReport>& runs) {
 }
 
 std::string progress_line(const Options& options, const RunReport& run) {
-  const std::size_t done = run.losses.size();
-  const double each = run.seconds / static_cast<double>(done);
+  const std::size_t done = options.seen + run.losses.size();
+  const double each = run.seconds / static_cast<double>(run.losses.size());
   const double tokens =
       static_cast<double>(options.batch_size().tokens() * static_cast<std::size_t>(options.ranks));
   std::string text = formatted("%-10s step %4zu/%zu  loss %.4f", run.mode.c_str(), done,
                                options.steps, static_cast<double>(run.losses.back()));
   if (!run.norms.empty()) text += formatted("  norm %.3f", run.norms.back());
   text += formatted("  %.0f tokens/s  %.0f s left", tokens / each,
-                    each * static_cast<double>(options.steps - done));
+                    each * static_cast<double>(options.end() - done));
   return text;
 }
 

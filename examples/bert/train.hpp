@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#include <zero/checkpoint.hpp>
 #include <zero/zero.hpp>
 
 #ifdef __GLIBC__
@@ -226,11 +227,12 @@ class RankTrainer {
     if (options_.clip) optimizer.clip_grad_norm(options_.clip);
     OptimizerKeeper<decltype(optimizer), T> keeper(optimizer, model.tensors().size());
     model.keep_by(&keeper);
+    if (!options_.resume.empty()) zero::load(optimizer, options_.resume);
     look_at_memory(&Resident::built);
 
     Batch batch;
     const auto begin = Clock::now();
-    for (std::size_t step = 0; step < options_.steps; ++step) {
+    for (std::size_t step = options_.seen; step < options_.end(); ++step) {
       job_.source->fill(batch, rank, step);
       for (Opt& group : optimizer.groups()) group.lr = options_.lr * schedule(options_, step);
 
@@ -252,6 +254,7 @@ class RankTrainer {
       if (!outcome.applied) ++report_.skipped;
       report_.seconds = seconds_between(begin, Clock::now());
       report_.interrupted = shared[1] > 0;
+      save(optimizer, step + 1);
       if (rank == 0 && job_.progress) job_.progress(report_);
       if (report_.interrupted) break;
     }
@@ -282,6 +285,15 @@ class RankTrainer {
     Process process{};
   };
   static_assert(std::is_trivially_copyable_v<Result>);
+
+  /// Where a checkpoint is due after so many steps.
+  template <class Optimizer>
+  void save(Optimizer& optimizer, std::size_t steps) const {
+    const bool last = steps == options_.end() || report_.interrupted;
+    const bool due = options_.save_every > 0 && steps % options_.save_every == 0;
+    if (options_.save.empty() || !(last || due)) return;
+    zero::save(optimizer, options_.save, {{steps_note, std::to_string(steps)}});
+  }
 
   /// Steps. Where traffic has threads of its own, what the step waits for it is its reduce and
   /// gather; what forward and backward wait for it is in `exposed` alone.

@@ -106,6 +106,9 @@ struct Job {
   std::function<void(const RunReport&)> progress{};
 };
 
+/// What a checkpoint's note says: the steps gone, skipped ones among them.
+inline constexpr const char* steps_note = "bert steps";
+
 /// One choice of policies and one stage, instantiated.
 struct Trainer {
   /// How parameters of these shapes would be kept; activations too.

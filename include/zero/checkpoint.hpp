@@ -11,3 +11,4 @@
 #include "zero/checkpoint/safetensors.hpp"    // IWYU pragma: export
 #include "zero/checkpoint/save.hpp"           // IWYU pragma: export
 #include "zero/checkpoint/shaped_params.hpp"  // IWYU pragma: export
+#include "zero/checkpoint/torch.hpp"          // IWYU pragma: export

@@ -86,6 +86,24 @@ if(NOT trace MATCHES "\"traffic of rank 1\"")
   message(FATAL_ERROR "the trace has no traffic of rank 1")
 endif()
 
+# Saved by processes and gone on by threads, and the other way round: as if nobody had stopped.
+function(hash_of_run var)
+  string(REGEX MATCH "hash of the parameters [0-9a-f]+" hash "${out}")
+  set(${var} "${hash}" PARENT_SCOPE)
+endfunction()
+set(threads ${BERT} ${small} --mode sharded)
+set(processes ${MPIEXEC} ${NUMPROC_FLAG} 2 ${threads} --communicator mpi)
+run(0 "hash" ${threads})
+hash_of_run(whole)
+run(0 "hash" ${processes} --stage 2 --until 2 --save saved)
+run(0 "hash" ${threads} --stage 3 --resume saved)
+hash_of_run(resumed)
+expect_same("a run and one that threads resumed" "${whole}" "${resumed}")
+run(0 "hash" ${threads} --until 1 --save saved)
+run(0 "hash" ${processes} --stage 3 --resume saved)
+hash_of_run(resumed)
+expect_same("a run and one that processes resumed" "${whole}" "${resumed}")
+
 # What a process has grown by is what was estimated of its rank, where the system tells.
 run(0 "rank      process" ${MPIEXEC} ${NUMPROC_FLAG} 2 ${BERT} --model mini --synthetic --batch 1
     --seq 16 --steps 1 --mode sharded --communicator mpi --json mini.json)

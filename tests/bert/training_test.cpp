@@ -134,6 +134,30 @@ TEST_CASE("all stages end on the same bits, whatever the number of ranks", "[ber
   }
 }
 
+TEST_CASE("training goes on where it was saved as if it had not ended", "[bert]") {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / "zero-bert-training-test";
+  for (const bert::Combination& c : bert::combinations()) {
+    INFO(c.optimizer << ", " << c.precision << ", " << c.partition << ", " << c.bucket_view);
+    bert::Options options = options_of(c);
+    const bert::RunReport whole = train(options, c, 1);
+    options.until = 2;
+    options.save = folder;
+    REQUIRE(train(options, c, static_cast<int>(c.stages.size()) - 1).losses.size() == 2);
+    options.until = 0;
+    options.save.clear();
+    options.resume = folder;
+    options.seen = 2;
+    for (int stage = 0; stage < static_cast<int>(c.stages.size()); ++stage) {
+      const bert::RunReport rest = train(options, c, stage);
+      CHECK(rest.losses == std::vector<float>{whole.losses.back()});
+      CHECK(rest.norms == std::vector<double>{whole.norms.back()});
+      CHECK(rest.hash == whole.hash);
+    }
+  }
+  std::filesystem::remove_all(folder);
+}
+
 TEST_CASE("training depends on the seed, and on nothing else", "[bert]") {
   const bert::Combination& c = bert::combinations().front();
   bert::Options options = options_of(c);

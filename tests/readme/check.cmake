@@ -1,6 +1,6 @@
-# The code of README and of docs/stages.md must be the code that is compiled: every block behind a
+# The code of README and of pages of docs/ must be the code that is compiled: every block behind a
 # comment that names a file.
-foreach(page README.md docs/stages.md)
+foreach(page README.md docs/stages.md docs/checkpoints.md)
   file(READ ${SOURCE_DIR}/${page} text)
   string(REGEX MATCHALL "<!-- [a-z_/.]+ -->\n```" marks "${text}")
   list(LENGTH marks count)

@@ -31,6 +31,8 @@ namespace zero {
 
 namespace detail {
 
+class TorchReader;
+
 /// The file that makes a folder a checkpoint.
 inline constexpr const char* index_name = "index.json";
 /// Metadata of the library's own files.
@@ -49,7 +51,7 @@ struct SavedPiece {
   std::optional<std::uint64_t> checksum{};
 };
 
-/// All of one array, in the order of its elements.
+/// All of one array, in the order of its elements; without pieces: zeros.
 struct SavedArray {
   ElementType type = ElementType::float32;
   std::vector<SavedPiece> pieces{};
@@ -63,6 +65,18 @@ struct SavedArray {
     return std::nullopt;
   }
   return value;
+}
+
+/// What an index ends with, given all before it: its checksum, in a way that leaves it JSON.
+[[nodiscard]] inline std::string index_end(std::string_view before) {
+  Checksum sum;
+  sum.add(std::as_bytes(std::span(before)));
+  return ",\n \"xxh3_64\": \"" + sum.text() + "\"\n}\n";
+}
+[[nodiscard]] inline bool has_its_checksum(std::string_view index) {
+  const std::size_t bytes = index_end({}).size();
+  return index.size() >= bytes &&
+         index.substr(index.size() - bytes) == index_end(index.substr(0, index.size() - bytes));
 }
 
 /// A run of elements that a tensor's name ends with: "[begin:end]".
@@ -132,23 +146,37 @@ class Checkpoint {
   /// from double to 16 bits). Throws `CheckpointError` where a file can't be read.
   void read(std::size_t parameter, std::size_t number, std::size_t begin, ElementType type,
             std::span<std::byte> to) const {
-    const detail::SavedArray& from = array(parameter, number);
+    const ElementType from = array(parameter, number).type;
     const std::size_t width = detail::bytes_of(type);
+    if (array(parameter, number).pieces.empty()) {
+      std::fill(to.begin(), to.end(), std::byte{0});
+      return;
+    }
+    for_each_part(parameter, number, {begin, begin + to.size() / width},
+                  [&](const detail::SavedPiece& piece, std::uint64_t offset, Interval elements) {
+                    const std::span<std::byte> part =
+                        to.subspan((elements.begin - begin) * width, elements.size() * width);
+                    if (from == type) {
+                      (*files_)[piece.file].read_at(offset, part);
+                    } else {
+                      read_as(piece, offset, from, type, part);
+                    }
+                  });
+  }
+
+  /// `f(piece, offset, elements)` for each run of an array's `wanted` elements that lies in one
+  /// piece: which it is, where it begins in the file, and the elements.
+  template <class F>
+  void for_each_part(std::size_t parameter, std::size_t number, Interval wanted, F&& f) const {
+    const detail::SavedArray& from = array(parameter, number);
     const std::size_t stored = detail::bytes_of(from.type);
-    const std::size_t end = begin + to.size() / width;
-    auto piece =
-        std::partition_point(from.pieces.begin(), from.pieces.end(),
-                             [&](const detail::SavedPiece& p) { return p.elements.end <= begin; });
-    for (std::size_t at = begin; at < end; ++piece) {
-      const std::size_t count = std::min(end, piece->elements.end) - at;
-      const std::uint64_t offset = piece->offset + (at - piece->elements.begin) * stored;
-      const std::span<std::byte> part = to.subspan((at - begin) * width, count * width);
-      if (from.type == type) {
-        (*files_)[piece->file].read_at(offset, part);
-      } else {
-        read_as(*piece, offset, from.type, type, part);
-      }
-      at += count;
+    auto piece = std::partition_point(
+        from.pieces.begin(), from.pieces.end(),
+        [&](const detail::SavedPiece& p) { return p.elements.end <= wanted.begin; });
+    for (std::size_t at = wanted.begin; at < wanted.end; ++piece) {
+      const std::size_t end = std::min(wanted.end, piece->elements.end);
+      f(*piece, piece->offset + (at - piece->elements.begin) * stored, Interval{at, end});
+      at = end;
     }
   }
 
@@ -160,7 +188,9 @@ class Checkpoint {
     for_each_piece([&](std::size_t, std::size_t, const detail::SavedPiece&, std::uint64_t bytes) {
       total += bytes;
     });
-    std::vector<std::byte> part(detail::transfer_bytes);
+    // In a core's own cache it is copied to, and summed up out of, faster than in one that is
+    // shared.
+    std::vector<std::byte> part(std::size_t{64} << 10);
     std::uint64_t before = 0;
     const auto is_mine = [&](std::uint64_t bytes) {
       const std::uint64_t middle = before + bytes / 2;
@@ -205,7 +235,10 @@ class Checkpoint {
   [[nodiscard]] const std::deque<detail::ReadFile>& files() const noexcept { return *files_; }
 
  private:
-  friend class TorchState;
+  friend class detail::TorchReader;
+
+  /// Of nothing yet.
+  Checkpoint() = default;
 
   void open_folder() {
     const std::filesystem::path index_path = path_ / detail::index_name;
@@ -221,13 +254,16 @@ class Checkpoint {
     std::string text(static_cast<std::size_t>(index.bytes()), '\0');
     index.read_at(0, std::as_writable_bytes(std::span(text)));
     fingerprint_.add(std::as_bytes(std::span(text)));
-    const detail::Json json = detail::parse_json(index.name(), text);
+    if (!detail::has_its_checksum(text)) {
+      detail::refuse_info(index.name(), "has another checksum than was written");
+    }
+    const detail::ParsedJson json = detail::parse_json(index.name(), text);
+    CheckpointInfo info = detail::info_of(index.name(), json);
     const detail::JsonReader reader(index.name(), json, "");
-    for (const detail::Json& file : reader.array("files")) {
+    for (const detail::ParsedJson& file : reader.array("files")) {
       open_shard(index.name(), detail::JsonReader(index.name(), file, "(files)"));
     }
-    adopt(detail::info_of(index.name(), json), index.name());
-    const detail::ArrayNames names = names_of(index.name());
+    const detail::ArrayNames names = adopt(std::move(info), index.name());
     for (std::size_t k = 0; k < files_->size(); ++k) {
       read_shard(k, index.name(), reader.array("files")[k].at("header_xxh3_64"), names);
     }
@@ -285,37 +321,34 @@ class Checkpoint {
     if (expected == header.metadata.end() || expected->second != sum.text()) {
       detail::refuse_info(file.name(), "has another checksum than was written");
     }
-    adopt(detail::info_of(file.name(), detail::parse_json(file.name(), text->second)), file.name());
-    const detail::ArrayNames names = names_of(file.name());
+    const detail::ArrayNames names = adopt(
+        detail::info_of(file.name(), detail::parse_json(file.name(), text->second)), file.name());
     const std::vector<std::optional<std::uint64_t>> sums = checksums(file, header);
     for (std::size_t t = 0; t < header.tensors.size(); ++t) {
       const TensorEntry& tensor = header.tensors[t];
-      const detail::ArrayNames::Array* const array = names.find(tensor.name);
-      if (array != nullptr && tensor.shape != info_.parameters[array->parameter].shape) {
+      const auto array = names.find(tensor.name);
+      if (array && tensor.shape != info_.parameters[array->parameter].shape) {
         refuse_tensor(file, tensor, "has another shape than its parameter");
       }
-      const std::size_t elements =
-          array == nullptr ? 0 : info_.parameters[array->parameter].elements();
+      const std::size_t elements = array ? info_.parameters[array->parameter].elements() : 0;
       add_piece(0, header, tensor, array, {0, elements}, sums[t]);
     }
   }
 
-  void adopt(CheckpointInfo info, const std::string& file) {
+  detail::ArrayNames adopt(CheckpointInfo info, const std::string& file) {
     info_ = std::move(info);
     // An array has two bytes in some file, unless its parameter is empty: before there is memory
     // for all of them.
     if (info_.parameters.size() > ((std::uint64_t{1} << 20) + bytes()) / arrays()) {
       detail::refuse_info(file, "has more parameters and slots than its files have bytes for");
     }
-    arrays_.resize(info_.parameters.size() * arrays());
-  }
-
-  [[nodiscard]] detail::ArrayNames names_of(const std::string& file) const {
     try {
-      return detail::ArrayNames(info_);
+      detail::ArrayNames names(info_);
+      arrays_.resize(info_.parameters.size() * arrays());
+      return names;
     } catch (const UsageError& error) {
       detail::refuse_info(file,
-                          std::string("has parameters that can't be told apart: ") + error.what());
+                          std::string("has arrays that can't be told apart: ") + error.what());
     }
   }
 
@@ -345,23 +378,24 @@ class Checkpoint {
                             "', the checksums of its tensors; the file is damaged, or not of this "
                             "library");
     }
-    std::string_view text = found->second;
-    for (auto& sum : sums) {
-      sum = detail::checksum_of(text.substr(0, 16));
-      text.remove_prefix(std::min<std::size_t>(text.size(), 17));
-      if (sum) continue;
-      throw CheckpointError(file.name() + ": '" + detail::checksums_key +
-                            "' must be 16 hexadecimal digits a tensor, with blanks between; the "
-                            "file is damaged");
+    const std::string_view text = found->second;
+    constexpr std::size_t each = 17;  // with the blank after it
+    bool well_formed = text.size() + (sums.empty() ? 0 : 1) == sums.size() * each;
+    for (std::size_t t = 0; well_formed && t < sums.size(); ++t) {
+      sums[t] = detail::checksum_of(text.substr(t * each, each - 1));
+      well_formed = sums[t] && (t == 0 || text[t * each - 1] == ' ');
     }
-    return sums;
+    if (well_formed) return sums;
+    throw CheckpointError(file.name() + ": '" + detail::checksums_key +
+                          "' must be 16 hexadecimal digits a tensor, with blanks between; the "
+                          "file is damaged");
   }
 
   void add_piece(std::size_t number, const SafetensorsHeader& header, const TensorEntry& tensor,
-                 const detail::ArrayNames::Array* array, Interval elements,
+                 std::optional<detail::ArrayNames::Array> array, Interval elements,
                  std::optional<std::uint64_t> checksum) {
     const detail::ReadFile& file = (*files_)[number];
-    if (array == nullptr || !detail::has_array(info_.parameters[array->parameter], array->array)) {
+    if (!array || !detail::has_array(info_.parameters[array->parameter], array->array)) {
       refuse_tensor(file, tensor, "belongs to no parameter of the checkpoint");
     }
     const auto type = detail::element_type_of(tensor.dtype);

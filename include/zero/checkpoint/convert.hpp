@@ -90,7 +90,8 @@ inline void split(const Checkpoint& from, const std::filesystem::path& folder, i
               [&](std::size_t, std::span<const std::byte> bytes) { sink(bytes); });
         }));
   }
-  detail::write_index(folder, info, files);
+  detail::NewFile index(folder / detail::index_name);
+  detail::write_index(index, info, files);
   detail::remove_older_shards(folder, generation);
 }
 

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -62,11 +63,16 @@ struct CheckpointInfo {
   /// Options by name, one map a group; empty where the optimizer doesn't name them.
   std::vector<std::map<std::string, double>> groups{};
   std::vector<SavedParameter> parameters{};
+  /// What the program that saved wanted to find again, by name: say how much data it has seen.
+  std::map<std::string, std::string> notes{};
 };
 
 namespace detail {
 
+/// To write, in the order of this page.
 using Json = nlohmann::ordered_json;
+/// What was read: finds a key among many in no time.
+using ParsedJson = nlohmann::json;
 
 /// The arrays of one parameter, by number.
 inline constexpr std::size_t value_array = 0;
@@ -87,7 +93,8 @@ inline constexpr std::size_t first_slot_array = 2;
   return parameter.stepped() && (array != master_array || parameter.has_master);
 }
 
-/// Which parameter's which array a name belongs to.
+/// Which parameter's which array a name belongs to. Takes memory as the names of parameters and
+/// slots do, not as those of all arrays.
 class ArrayNames {
  public:
   struct Array {
@@ -95,35 +102,66 @@ class ArrayNames {
     std::size_t array;
   };
 
-  /// Throws `UsageError` where two arrays would have one name.
-  explicit ArrayNames(const CheckpointInfo& info) {
-    const std::size_t arrays = first_slot_array + info.slots.size();
+  /// `info` must stay. Throws `UsageError` where two arrays would have one name.
+  explicit ArrayNames(const CheckpointInfo& info) : info_(&info) {
+    suffixes_.emplace("master", master_array);
+    for (std::size_t s = 0; s < info.slots.size(); ++s) {
+      const std::string& slot = info.slots[s];
+      if (slot.empty() || slot.find('.') != std::string::npos ||
+          !suffixes_.emplace(slot, first_slot_array + s).second) {
+        throw UsageError("the slot " + in_quotes(slot) +
+                         " must have a name of its own, not 'master' and without a dot");
+      }
+    }
     for (std::size_t i = 0; i < info.parameters.size(); ++i) {
-      if (info.parameters[i].name.empty()) {
+      const std::string& name = info.parameters[i].name;
+      if (name.empty()) {
         throw UsageError("parameter " + std::to_string(i) +
                          " has no name, which checkpoints know parameters by; give it one");
       }
-      for (std::size_t a = 0; a < arrays; ++a) {
-        if (a != value_array && !has_array(info.parameters[i], a)) continue;
-        const auto [other, is_new] = arrays_.try_emplace(array_name(info, i, a), Array{i, a});
-        if (is_new) continue;
-        throw UsageError("parameters " + std::to_string(other->second.parameter) + " ('" +
-                         info.parameters[other->second.parameter].name + "') and " +
-                         std::to_string(i) + " ('" + info.parameters[i].name +
-                         "') both have an array '" + other->first +
-                         "', by which checkpoints know it; give the parameters other names");
+      if (name == "__metadata__") {
+        throw UsageError("parameter " + std::to_string(i) +
+                         " is called __metadata__, which safetensors files keep for themselves; "
+                         "give it another name");
       }
+      const auto [other, is_new] = parameters_.emplace(name, i);
+      if (!is_new) refuse(other->second, i, name);
+    }
+    for (std::size_t i = 0; i < info.parameters.size(); ++i) {
+      const std::string& name = info.parameters[i].name;
+      if (const auto other = state_array(name)) refuse(other->parameter, i, name);
     }
   }
 
-  /// Null where no array has the name.
-  [[nodiscard]] const Array* find(const std::string& name) const {
-    const auto found = arrays_.find(name);
-    return found == arrays_.end() ? nullptr : &found->second;
+  /// None where no array has the name.
+  [[nodiscard]] std::optional<Array> find(std::string_view name) const {
+    const auto parameter = parameters_.find(name);
+    if (parameter == parameters_.end()) return state_array(name);
+    return Array{parameter->second, value_array};
   }
 
  private:
-  std::unordered_map<std::string, Array> arrays_{};
+  /// The one that is called PARAMETER.SLOT.
+  [[nodiscard]] std::optional<Array> state_array(std::string_view name) const {
+    const std::size_t dot = name.rfind('.');
+    if (dot == std::string_view::npos) return std::nullopt;
+    const auto parameter = parameters_.find(name.substr(0, dot));
+    const auto suffix = suffixes_.find(name.substr(dot + 1));
+    if (parameter == parameters_.end() || suffix == suffixes_.end()) return std::nullopt;
+    if (!has_array(info_->parameters[parameter->second], suffix->second)) return std::nullopt;
+    return Array{parameter->second, suffix->second};
+  }
+
+  [[noreturn]] void refuse(std::size_t i, std::size_t j, const std::string& name) const {
+    throw UsageError(
+        "parameters " + std::to_string(i) + " (" + in_quotes(info_->parameters[i].name) + ") and " +
+        std::to_string(j) + " (" + in_quotes(info_->parameters[j].name) + ") both have an array " +
+        in_quotes(name) + ", by which checkpoints know it; give the parameters other names");
+  }
+
+  const CheckpointInfo* info_;
+  std::unordered_map<std::string_view, std::size_t> parameters_{};  ///< by name
+  std::unordered_map<std::string_view, std::size_t> suffixes_{};    ///< to the array's number
 };
 
 [[noreturn]] inline void refuse_info(const std::string& file, const std::string& rule) {
@@ -134,17 +172,17 @@ class ArrayNames {
 /// Members of a JSON object, checked.
 class JsonReader {
  public:
-  JsonReader(const std::string& file, const Json& object, std::string where)
-      : file_(file), object_(object), where_(std::move(where)) {
+  JsonReader(std::string file, const ParsedJson& object, std::string where)
+      : file_(std::move(file)), object_(object), where_(std::move(where)) {
     if (!object.is_object()) refuse("must be an object");
   }
 
   [[nodiscard]] bool has(const char* key) const { return object_.contains(key); }
-  [[nodiscard]] const Json& at(const char* key) const {
+  [[nodiscard]] const ParsedJson& at(const char* key) const {
     if (!has(key)) refuse(std::string("lacks '") + key + "'");
     return object_.at(key);
   }
-  [[nodiscard]] const Json& array(const char* key) const {
+  [[nodiscard]] const ParsedJson& array(const char* key) const {
     if (!at(key).is_array()) refuse(std::string("has a '") + key + "' that is no array");
     return at(key);
   }
@@ -156,7 +194,7 @@ class JsonReader {
   [[nodiscard]] std::uint64_t integer(const char* key, std::uint64_t most) const {
     return integer(at(key), key, most);
   }
-  [[nodiscard]] std::uint64_t integer(const Json& value, const char* key,
+  [[nodiscard]] std::uint64_t integer(const ParsedJson& value, const char* key,
                                       std::uint64_t most) const {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() > most) {
       refuse(std::string("has a '") + key + "' that is no integer from 0 to " +
@@ -174,12 +212,12 @@ class JsonReader {
     return at(key).get<double>();
   }
   [[noreturn]] void refuse(const std::string& rule) const {
-    refuse_info(file_, where_ + " " + rule);
+    refuse_info(file_, (where_.empty() ? "" : where_ + " ") + rule);
   }
 
  private:
-  const std::string& file_;
-  const Json& object_;
+  std::string file_;
+  const ParsedJson& object_;
   std::string where_;
 };
 
@@ -205,6 +243,7 @@ class JsonReader {
                           {"applied_in_a_row", info.loss_scale->applied_in_a_row}};
   }
   if (info.seed) json["seed"] = *info.seed;
+  if (!info.notes.empty()) json["notes"] = info.notes;
   json["groups"] = Json::array();
   for (const auto& options : info.groups) {
     Json group = Json::object();
@@ -216,7 +255,7 @@ class JsonReader {
   return json;
 }
 
-[[nodiscard]] inline SavedParameter parameter_of(const std::string& file, const Json& json,
+[[nodiscard]] inline SavedParameter parameter_of(const std::string& file, const ParsedJson& json,
                                                  std::size_t index) {
   constexpr std::uint64_t most = std::numeric_limits<std::size_t>::max() / 16;
   SavedParameter p;
@@ -227,7 +266,7 @@ class JsonReader {
                          "(parameter " + std::to_string(index) + ", " + in_quotes(p.name) + ")");
   std::uint64_t elements = 1;
   bool empty = false;
-  for (const Json& n : named.array("shape")) {
+  for (const ParsedJson& n : named.array("shape")) {
     const std::uint64_t size = named.integer(n, "shape", most);
     p.shape.push_back(static_cast<std::size_t>(size));
     empty = empty || size == 0;
@@ -259,7 +298,7 @@ class JsonReader {
 }
 
 /// Throws `CheckpointError` for what `to_json` can't have written.
-[[nodiscard]] inline CheckpointInfo info_of(const std::string& file, const Json& json) {
+[[nodiscard]] inline CheckpointInfo info_of(const std::string& file, const ParsedJson& json) {
   const JsonReader reader(file, json, "");
   if (!reader.has("format") || reader.at("format") != "zero-checkpoint") {
     refuse_info(file, "does not say that it is a zero-checkpoint");
@@ -275,7 +314,7 @@ class JsonReader {
   info.step =
       static_cast<std::int64_t>(reader.integer("step", std::numeric_limits<std::int64_t>::max()));
   info.world = static_cast<int>(reader.integer("world", std::numeric_limits<int>::max()));
-  for (const Json& slot : reader.array("slots")) {
+  for (const ParsedJson& slot : reader.array("slots")) {
     if (!slot.is_string()) reader.refuse("has a slot that is no string");
     info.slots.push_back(slot.get<std::string>());
   }
@@ -288,7 +327,13 @@ class JsonReader {
   if (reader.has("seed")) {
     info.seed = reader.integer("seed", std::numeric_limits<std::uint64_t>::max());
   }
-  for (const Json& group : reader.array("groups")) {
+  if (reader.has("notes")) {
+    const JsonReader notes(file, reader.at("notes"), "(notes)");
+    for (const auto& [name, value] : reader.at("notes").items()) {
+      info.notes[name] = notes.text(name.c_str());
+    }
+  }
+  for (const ParsedJson& group : reader.array("groups")) {
     if (!group.is_object()) reader.refuse("has a group that is no object");
     std::map<std::string, double> options;
     for (const auto& [name, value] : group.items()) {
@@ -299,7 +344,7 @@ class JsonReader {
     }
     info.groups.push_back(std::move(options));
   }
-  for (const Json& parameter : reader.array("parameters")) {
+  for (const ParsedJson& parameter : reader.array("parameters")) {
     SavedParameter p = parameter_of(file, parameter, info.parameters.size());
     if (p.group >= info.groups.size()) {
       refuse_info(file, "has a parameter " + in_quotes(p.name) + " of a group that it lacks");
@@ -315,11 +360,13 @@ class JsonReader {
 }
 
 /// Throws `CheckpointError` for what is no JSON.
-[[nodiscard]] inline Json parse_json(const std::string& file, const std::string& text) {
+[[nodiscard]] inline ParsedJson parse_json(const std::string& file, const std::string& text) {
   try {
-    return Json::parse(text);
-  } catch (const Json::exception& error) {
-    refuse_info(file, std::string("is no JSON (") + error.what() + ")");
+    return ParsedJson::parse(text);
+  } catch (const ParsedJson::exception& error) {
+    // Without the text around it, of any length.
+    const std::string_view what = error.what();
+    refuse_info(file, "is no JSON (" + std::string(what.substr(0, what.find("; last read"))) + ")");
   }
 }
 

@@ -28,6 +28,8 @@ namespace zero {
 
 /// Given to `load`; by default everything comes back.
 struct LoadOptions {
+  /// The parameters' values, and master copies of them. Without it they stay as they are.
+  bool values = true;
   /// The optimizer's state: slots, step counts, loss scale, seed. Without it only values are loaded
   /// (and master copies, made from them or as they were saved); what the optimizer keeps stays as
   /// it is, and so do options.
@@ -50,9 +52,9 @@ class LoadPlan {
     match_parameters();
     if (options_.state) require_slots();
     if (options_.state && options_.options) read_options();
-    add_values_to_load(state_, pieces_);
+    if (options_.values) add_values_to_load(state_, pieces_);
     std::vector<MemoryPiece> kept;
-    add_state_to_load(state_, options_.state, kept);
+    add_state_to_load(state_, options_.values, options_.state, kept);
     pieces_.insert(pieces_.end(), kept.begin(), kept.end());
     for (const MemoryPiece& piece : pieces_) sources_.push_back(source_of(piece));
   }
@@ -236,6 +238,37 @@ class LoadPlan {
   std::vector<Source> sources_{};  ///< by piece
 };
 
+/// Collective: loads what `open(state)` returns on each rank, which must be the same.
+template <class Optimizer, class Open>
+void load_with(Optimizer& optimizer, const char* verb, const LoadOptions& options,
+               const Open& open) {
+  std::string error;
+  EngineAccess::engine_of(optimizer).between_steps(
+      Topic::load, verb, [&]<class State>(State& state, bool& changing) {
+        std::optional<Checkpoint> from;
+        std::optional<LoadPlan<State>> plan;
+        const std::string mine = error_of([&] {
+          from.emplace(open(state));
+          plan.emplace(state, *from, options);
+          from->verify(static_cast<std::size_t>(state.everyone().rank()),
+                       static_cast<std::size_t>(state.all_ranks()));
+        });
+        const auto words = exchange_words(state, mine, {from ? from->fingerprint() : 0});
+        error = first_error(words);
+        for (std::size_t r = 0; error.empty() && r < words.size(); ++r) {
+          if (words[r].numbers[0] == words[0].numbers[0]) continue;
+          error = "rank " + std::to_string(r) +
+                  " was given another checkpoint than rank 0; give all ranks the same";
+        }
+        if (!error.empty()) return;
+        changing = true;
+        plan->carry_out();
+        // Nobody reads a peer's values before they are there.
+        (void)exchange_words(state, {});
+      });
+  if (!error.empty()) throw CheckpointError(std::string(verb) + ": " + error);
+}
+
 }  // namespace detail
 
 /// Collective, between steps: loads what `save` or `consolidate` has written, a folder or a single
@@ -255,31 +288,7 @@ class LoadPlan {
 template <class Optimizer>
 void load(Optimizer& optimizer, const std::filesystem::path& path,
           const LoadOptions& options = {}) {
-  std::string error;
-  detail::EngineAccess::engine_of(optimizer).between_steps(
-      detail::Topic::load, "load", [&]<class State>(State& state, bool& changing) {
-        std::optional<Checkpoint> from;
-        std::optional<detail::LoadPlan<State>> plan;
-        const std::string mine = detail::error_of([&] {
-          from.emplace(path);
-          plan.emplace(state, *from, options);
-          from->verify(static_cast<std::size_t>(state.everyone().rank()),
-                       static_cast<std::size_t>(state.all_ranks()));
-        });
-        const auto words = detail::exchange_words(state, mine, {from ? from->fingerprint() : 0});
-        error = detail::first_error(words);
-        for (std::size_t r = 0; error.empty() && r < words.size(); ++r) {
-          if (words[r].numbers[0] == words[0].numbers[0]) continue;
-          error = "rank " + std::to_string(r) +
-                  " was given another checkpoint than rank 0; give all ranks the same";
-        }
-        if (!error.empty()) return;
-        changing = true;
-        plan->carry_out();
-        // Nobody reads a peer's values before they are there.
-        (void)detail::exchange_words(state, {});
-      });
-  if (!error.empty()) throw CheckpointError("load: " + error);
+  detail::load_with(optimizer, "load", options, [&](const auto&) { return Checkpoint(path); });
 }
 
 }  // namespace zero

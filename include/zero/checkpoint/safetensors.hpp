@@ -48,10 +48,7 @@ inline constexpr std::uint64_t safetensors_header_limit = 100'000'000;
 
 /// Bytes of one element; 0 if the format has no such type, or it is smaller than a byte.
 [[nodiscard]] constexpr std::size_t dtype_bytes(std::string_view dtype) noexcept {
-  struct Dtype {
-    std::string_view name;
-    std::size_t bytes;
-  };
+  using Dtype = std::pair<std::string_view, std::size_t>;
   constexpr std::array dtypes{
       Dtype{"BOOL", 1},        Dtype{"U8", 1},          Dtype{"I8", 1},  Dtype{"F8_E5M2", 1},
       Dtype{"F8_E4M3", 1},     Dtype{"F8_E8M0", 1},     Dtype{"U16", 2}, Dtype{"I16", 2},
@@ -59,8 +56,8 @@ inline constexpr std::uint64_t safetensors_header_limit = 100'000'000;
       Dtype{"U32", 4},         Dtype{"I32", 4},         Dtype{"F32", 4}, Dtype{"U64", 8},
       Dtype{"I64", 8},         Dtype{"F64", 8},         Dtype{"C64", 8},
   };
-  for (const Dtype& each : dtypes) {
-    if (each.name == dtype) return each.bytes;
+  for (const auto& [name, bytes] : dtypes) {
+    if (name == dtype) return bytes;
   }
   return 0;
 }
@@ -169,7 +166,7 @@ class SafetensorsSax final : public nlohmann::json_sax<nlohmann::json> {
 
   bool key(string_t& value) override {
     if (place_ == Place::tensor) {
-      const auto it = std::find(field_names.begin(), field_names.end(), value);
+      const auto it = std::ranges::find(field_names, value);
       if (it == field_names.end()) {
         fail("has the key " + in_quotes(value) + "; allowed are dtype, shape and data_offsets");
       }
@@ -277,8 +274,8 @@ inline void require_different_names(const std::vector<TensorEntry>& tensors,
   std::vector<std::string_view> names;
   names.reserve(tensors.size());
   for (const TensorEntry& tensor : tensors) names.push_back(tensor.name);
-  std::sort(names.begin(), names.end());
-  const auto twice = std::adjacent_find(names.begin(), names.end());
+  std::ranges::sort(names);
+  const auto twice = std::ranges::adjacent_find(names);
   if (twice != names.end()) {
     throw_safetensors_error(file, "tensor " + in_quotes(*twice), "is there twice");
   }
@@ -356,10 +353,8 @@ inline void require_filled(const std::vector<TensorEntry>& tensors, std::uint64_
   detail::SafetensorsSax sax(file_name, header);
   nlohmann::json::sax_parse(json_text, &sax);
   detail::require_different_names(header.tensors, file_name);
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [](const TensorEntry& a, const TensorEntry& b) {
-              return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-            });
+  std::ranges::sort(header.tensors, {},
+                    [](const TensorEntry& tensor) { return std::pair(tensor.begin, tensor.end); });
   detail::require_filled(header.tensors, file_bytes - header.data_begin, file_name);
   return header;
 }

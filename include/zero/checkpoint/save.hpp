@@ -10,6 +10,7 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -33,7 +34,8 @@ namespace detail {
 /// been, and the index has.
 class SaveJob {
  public:
-  explicit SaveJob(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  SaveJob(std::filesystem::path folder, std::map<std::string, std::string> notes)
+      : folder_(std::move(folder)), notes_(std::move(notes)) {}
 
   /// Returns what keeps some rank from it, or nothing.
   template <class State>
@@ -43,6 +45,7 @@ class SaveJob {
     std::uint64_t generation = 0;
     const std::string error = error_of([&] {
       info_ = describe_state(state);
+      info_.notes = std::move(notes_);
       (void)ArrayNames(info_);
       if (writes_) pieces_ = pieces_to_save(state);
       if (!leads()) return;
@@ -92,14 +95,23 @@ class SaveJob {
       give_up();
       return error;
     }
+    std::optional<NewFile> index;
     error = error_of([&] {
-      if (leads()) write_index(folder_, info_, files);
+      if (leads()) write_index(index.emplace(folder_ / index_name), info_, files);
     });
-    const auto ended = exchange_words(state, error);
-    // Where that failed the new index may be there all the same, so that neither its files nor
-    // those of the one before may be removed.
+    const bool may_be_named = index && index->may_have_its_name();
+    index.reset();
+    const auto ended = exchange_words(state, error, {may_be_named ? 1U : 0U});
+    // Where that failed the new index may be there all the same; then neither its files nor those
+    // of the one before may be removed.
     if (leads() && error.empty()) remove_older_shards(folder_, generation_);
-    return first_error(ended);
+    error = first_error(ended);
+    if (!error.empty() && std::ranges::all_of(ended, [](const CheckpointWord& word) {
+          return word.numbers[0] == 0;
+        })) {
+      give_up();
+    }
+    return error;
   }
 
   /// Removes what this rank has written: no index names it.
@@ -139,6 +151,7 @@ class SaveJob {
   }
 
   std::filesystem::path folder_;
+  std::map<std::string, std::string> notes_;
   CheckpointInfo info_{};
   std::vector<MemoryPiece> pieces_{};
   std::uint64_t generation_ = 0;
@@ -166,18 +179,20 @@ template <class State>
 /// 5 MiB).
 ///
 /// Saved are all values (of frozen parameters too), master copies, slots, step counts, groups'
-/// options (`NamesOptions`), the dynamic loss scale and the seed of stochastic rounding. Not:
+/// options (`NamesOptions`), the dynamic loss scale, the seed of stochastic rounding, and rank 0's
+/// `notes`: whatever else the program needs to go on, which it finds in `Checkpoint::info`. Not:
 /// gradients, `clip_grad_norm`, settings, policies.
 ///
 /// Throws `CheckpointError` on all ranks where one can't write; `UsageError` on all ranks where
 /// gradients were marked or leased, a unit is acquired, or within a `join`. Then marks must be
 /// given anew.
 template <class Optimizer>
-void save(Optimizer& optimizer, const std::filesystem::path& folder) {
+void save(Optimizer& optimizer, const std::filesystem::path& folder,
+          const std::map<std::string, std::string>& notes = {}) {
   std::string error;
   detail::EngineAccess::engine_of(optimizer).between_steps(detail::Topic::save, "save",
                                                            [&]<class State>(State& state, bool&) {
-                                                             detail::SaveJob job(folder);
+                                                             detail::SaveJob job(folder, notes);
                                                              error = job.begin(state);
                                                              if (!error.empty()) return;
                                                              job.write(detail::reader_of<State>());
@@ -240,9 +255,10 @@ class PendingSave {
 /// before until `PendingSave::finish` has returned, which all ranks call. Finish one before the
 /// next into the same folder begins. Throws as `save`, and `std::bad_alloc` as `CheckpointError`.
 template <class Optimizer>
-[[nodiscard]] auto save_async(Optimizer& optimizer, const std::filesystem::path& folder) {
+[[nodiscard]] auto save_async(Optimizer& optimizer, const std::filesystem::path& folder,
+                              const std::map<std::string, std::string>& notes = {}) {
   auto& engine = detail::EngineAccess::engine_of(optimizer);
-  auto job = std::make_unique<detail::SaveJob>(folder);
+  auto job = std::make_unique<detail::SaveJob>(folder, notes);
   std::vector<std::byte> snapshot;
   std::string error;
   engine.between_steps(detail::Topic::save, "save_async", [&]<class State>(State& state, bool&) {

@@ -205,6 +205,9 @@ class NewFile {
   /// Its name once it is committed.
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
 
+  /// False as long as it surely has not.
+  [[nodiscard]] bool may_have_its_name() const noexcept { return may_have_its_name_; }
+
   /// Writes all bytes; places never written to read as zeros. Several threads may.
   /// @throws CheckpointError
   void write_at(std::uint64_t offset, std::span<const std::byte> bytes) {
@@ -230,6 +233,7 @@ class NewFile {
       throw_file_error(temporary_, "fsync", error);
     }
     if (const int error = file_.close(); error != 0) throw_file_error(temporary_, "close", error);
+    may_have_its_name_ = true;  // over a network it may, whatever is told
     if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
       throw_file_error(path_, "rename from " + temporary_.string(), errno);
     }
@@ -251,6 +255,7 @@ class NewFile {
   std::filesystem::path temporary_;
   FileDescriptor file_;
   bool pending_ = true;
+  bool may_have_its_name_ = false;
 };
 
 /// Writes one span after the other to a file, small ones together, and sums up each tensor's bytes

@@ -150,15 +150,16 @@ void add_values_to_load(State& state, std::vector<MemoryPiece>& pieces) {
   });
 }
 
-/// The master copies and, where asked for, the slots that this rank keeps.
+/// Where asked for, the master copies and the slots that this rank keeps.
 template <class State>
-void add_state_to_load(State& state, bool slots, std::vector<MemoryPiece>& pieces) {
+void add_state_to_load(State& state, bool masters, bool slots, std::vector<MemoryPiece>& pieces) {
   state.for_each_lane([&](auto& lane) {
     add_state(state, lane, pieces,
               [&](const auto& f) { State::for_each_kept(lane, *state.layout, f); });
   });
-  if (slots) return;
-  std::erase_if(pieces, [](const MemoryPiece& piece) { return piece.array >= first_slot_array; });
+  std::erase_if(pieces, [&](const MemoryPiece& piece) {
+    return !(piece.array == master_array ? masters : slots);
+  });
 }
 
 /// What a checkpoint of this state says of itself. Throws `UsageError` for what it can't say.

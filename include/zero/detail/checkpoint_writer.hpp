@@ -110,9 +110,12 @@ struct ShardFile {
 /// One that no file in the folder has.
 [[nodiscard]] inline std::uint64_t next_generation(const std::filesystem::path& folder) {
   std::uint64_t last = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    last = std::max(last, generation_of(entry.path().filename().string()));
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    last = std::max(last, generation_of(entry->path().filename().string()));
   }
+  if (error) throw_file_error(folder, "reading the folder", error.value());
   return last + 1;
 }
 /// Removes what the folder's index doesn't name any more, as far as that can be.
@@ -157,7 +160,7 @@ template <class Read>
 }
 
 /// Writes the index of a folder, which makes its files a checkpoint.
-inline void write_index(const std::filesystem::path& folder, const CheckpointInfo& info,
+inline void write_index(NewFile& index, const CheckpointInfo& info,
                         const std::vector<ShardFile>& files) {
   Json json = to_json(info);
   json["files"] = Json::array();
@@ -165,8 +168,9 @@ inline void write_index(const std::filesystem::path& folder, const CheckpointInf
     json["files"].push_back(
         {{"name", file.name}, {"bytes", file.bytes}, {"header_xxh3_64", file.header_checksum}});
   }
-  const std::string text = json.dump(1) + "\n";
-  NewFile index(folder / index_name);
+  std::string text = json.dump(1);
+  text.resize(text.size() - 2);  // without "\n}", which comes after the checksum
+  text += index_end(text);
   index.write_at(0, std::as_bytes(std::span(text)));
   index.commit();
 }
