@@ -25,6 +25,8 @@
 
 namespace {
 
+using checkpoints::Folder;
+
 using calls::Call;
 using calls::Kind;
 using training::Files;

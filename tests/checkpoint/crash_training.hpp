@@ -18,20 +18,15 @@ namespace training {
 
 namespace fs = std::filesystem;
 
+using checkpoints::files_of;
+
 /// A folder's files and what they hold.
 using Files = std::map<std::string, std::string>;
-inline Files files_of(const fs::path& folder) {
-  Files files;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    files[entry.path().filename().string()] = text_of(entry.path());
-  }
-  return files;
-}
 /// Makes it hold these and nothing else.
 inline void put_files(const fs::path& folder, const Files& files) {
   fs::remove_all(folder);
   fs::create_directories(folder);
-  for (const auto& [name, text] : files) make_file(folder / name, text);
+  for (const auto& [name, text] : files) checkpoints::make_file(folder / name, text);
 }
 
 inline ranks::Model<> make_model() {

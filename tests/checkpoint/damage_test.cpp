@@ -24,6 +24,10 @@
 
 namespace {
 
+using checkpoints::Folder;
+using checkpoints::make_file;
+using checkpoints::text_of_file;
+
 namespace fs = std::filesystem;
 using training::Files;
 using zero::detail::Json;
@@ -70,7 +74,7 @@ std::string consolidated(int step) {
     training::train(model, optimizer, rank, step);
     zero::consolidate(optimizer, folder / "one.safetensors", 0);
   });
-  return text_of(folder / "one.safetensors");
+  return text_of_file(folder / "one.safetensors");
 }
 
 /// Any of the bits, but never none; twice changes nothing. In place: rewriting thousands of files
@@ -224,7 +228,7 @@ struct Shard {
 
 Shard shard_of(const fs::path& path) {
   Shard shard{zero::read_safetensors_header(zero::detail::ReadFile(path)), {}};
-  shard.data = text_of(path).substr(static_cast<std::size_t>(shard.header.data_begin));
+  shard.data = text_of_file(path).substr(static_cast<std::size_t>(shard.header.data_begin));
   return shard;
 }
 
@@ -246,7 +250,7 @@ class Saved {
  public:
   Saved() {
     training::save_step(1, 2, path());
-    index_ = Json::parse(text_of(path() / "index.json"));
+    index_ = Json::parse(text_of_file(path() / "index.json"));
     index_.erase("xxh3_64");
     shard_ = shard_of(shard_path());
   }
