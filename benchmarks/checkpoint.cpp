@@ -317,7 +317,8 @@ void write_headers(const fs::path& folder, const zero::CheckpointInfo& info) {
     fs::resize_file(folder / name, file.bytes());
     files.push_back({name, file.bytes(), std::move(sum)});
   }
-  write_index(folder, info, files);
+  NewFile index(folder / index_name);
+  write_index(index, info, files);
 }
 
 const Row reshard_row("checkpoint/reshard", [](Sheet& sheet) {

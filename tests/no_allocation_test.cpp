@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 #include <zero/zero.hpp>
 
@@ -171,6 +172,45 @@ TEST_CASE("the counter counts") {
   ::operator delete(::operator new(1));
   counting = false;
   CHECK(allocations == 1);
+}
+
+TEST_CASE("in-process collectives allocate nothing once warm") {
+  allocations = 0;
+  zero::run_ranks(3, [&](zero::InProcessCommunicator& comm) {
+    const std::size_t n = 300;
+    std::vector<float> data(n), large(3 * n), other(3 * n), third(3 * n);
+    std::vector<std::byte> bytes(8), all(24);
+    const std::vector<std::size_t> counts(3, n);
+    const auto everything = [&] {
+      auto a = comm.all_reduce(std::span<float>(data));
+      auto b = comm.reduce_scatter<float>(
+          large, std::span<float>(large).subspan(static_cast<std::size_t>(comm.rank()) * n, n));
+      a.wait(), b.wait();
+      auto meeting = comm.meet("allocation", data.data());
+      auto c = comm.all_gather<float>(data, std::span<float>(third));
+      auto d = comm.all_to_all<float>(large, std::span<float>(other));
+      (void)meeting.peers();
+      meeting.leave();
+      d.wait(), c.wait(), meeting.wait();
+      comm.reduce_scatter_v<float>(large, std::span<float>(data), counts).wait();
+      comm.all_gather_v<float>(data, std::span<float>(large), counts).wait();
+      comm.all_to_all_v<float>(large, counts, std::span<float>(other), counts).wait();
+      comm.broadcast(std::span<float>(data), 1).wait();
+      auto e = comm.exchange(bytes, all);
+      auto f = comm.barrier();
+      while (!f.done()) std::this_thread::yield();
+      e.wait();
+    };
+    for (int i = 0; i < 3; ++i) everything();
+    comm.barrier().wait();
+    if (comm.rank() == 0) counting = true;
+    comm.barrier().wait();
+    for (int i = 0; i < 50; ++i) everything();
+    comm.barrier().wait();
+    if (comm.rank() == 0) counting = false;
+    comm.barrier().wait();
+  });
+  CHECK(allocations == 0);
 }
 
 TEST_CASE("a step allocates nothing") {

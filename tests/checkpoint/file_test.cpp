@@ -32,6 +32,11 @@ std::uint64_t zero_sum_where_xxhash_is_first(std::span<const std::byte> bytes);
 
 namespace {
 
+using checkpoints::bytes_of;
+using checkpoints::Folder;
+using checkpoints::make_file;
+using checkpoints::text_of_file;
+
 namespace fs = std::filesystem;
 using zero::detail::Checksum;
 using zero::detail::NewFile;
@@ -151,12 +156,12 @@ TEST_CASE("a new file has its name when it is whole, and not before", "[checkpoi
     file.write_at(4, bytes_of("4567"));
     file.write_at(0, bytes_of("0123"));
     file.write_at(8, {});
-    CHECK(text_of(folder / "f") == "the old one, which is longer");
+    CHECK(text_of_file(folder / "f") == "the old one, which is longer");
     CHECK(folder.names() == Names{"f", "f.tmp"});
     file.commit();
-    CHECK(text_of(folder / "f") == "01234567");
+    CHECK(text_of_file(folder / "f") == "01234567");
   }
-  CHECK(text_of(folder / "f") == "01234567");
+  CHECK(text_of_file(folder / "f") == "01234567");
   CHECK(folder.names() == Names{"f"});
 }
 
@@ -168,7 +173,7 @@ TEST_CASE("a new file that is given up leaves nothing", "[checkpoint]") {
     file.write_at(0, bytes_of("half"));
   }
   CHECK(folder.names() == Names{"old"});
-  CHECK(text_of(folder / "old") == "old");
+  CHECK(text_of_file(folder / "old") == "old");
 }
 
 TEST_CASE("what a killed process left is replaced", "[checkpoint]") {
@@ -179,7 +184,7 @@ TEST_CASE("what a killed process left is replaced", "[checkpoint]") {
     file.write_at(0, bytes_of("new"));
     file.commit();
   }
-  CHECK(text_of(folder / "f") == "new");
+  CHECK(text_of_file(folder / "f") == "new");
 
   SECTION("not through a link") {
     make_file(folder / "other", "another's");
@@ -187,14 +192,14 @@ TEST_CASE("what a killed process left is replaced", "[checkpoint]") {
     NewFile file(folder / "f");
     file.write_at(0, bytes_of("NEW"));
     file.commit();
-    CHECK(text_of(folder / "other") == "another's");
-    CHECK(text_of(folder / "f") == "NEW");
+    CHECK(text_of_file(folder / "other") == "another's");
+    CHECK(text_of_file(folder / "f") == "NEW");
     CHECK(folder.names() == Names{"f", "other"});
   }
   SECTION("a folder is not") {
     fs::create_directory(folder / "f.tmp");
     refused([&] { NewFile(folder / "f"); }, {(folder / "f.tmp").string(), "removal of an old one"});
-    CHECK(text_of(folder / "f") == "new");
+    CHECK(text_of_file(folder / "f") == "new");
   }
 }
 
@@ -258,7 +263,7 @@ TEST_CASE("a file that may not grow leaves the old one, and nothing else", "[che
         {"File too large"});
   }
   CHECK(folder.names() == Names{"f"});
-  CHECK(text_of(folder / "f") == "old");
+  CHECK(text_of_file(folder / "f") == "old");
 }
 
 TEST_CASE("a place that no file reaches is refused", "[checkpoint]") {
@@ -300,7 +305,7 @@ TEST_CASE("a writer's spans lie one after the other, whatever its buffer", "[che
       writer.flush();  // once more is nothing more
       CHECK(writer.position() == begin + text.size());
       file.commit();
-      CHECK(text_of(folder / "f") == std::string(begin, 'h') + text);
+      CHECK(text_of_file(folder / "f") == std::string(begin, 'h') + text);
       CHECK(sums == expected);
     }
   }

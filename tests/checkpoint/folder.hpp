@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A folder for a test's checkpoints.
+// A folder for a test's files.
 #pragma once
 
 #include <unistd.h>
@@ -12,7 +12,10 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <span>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace checkpoints {
@@ -37,9 +40,26 @@ class Folder {
     return path_ / name;
   }
 
+  [[nodiscard]] std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+      names.push_back(entry.path().filename().string());
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
  private:
   std::filesystem::path path_;
 };
+
+inline std::span<const std::byte> bytes_of(std::string_view text) {
+  return std::as_bytes(std::span(text));
+}
+
+inline void make_file(const std::filesystem::path& path, std::string_view text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
 
 inline std::string text_of_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);

@@ -326,13 +326,15 @@ Specs changed(const std::function<void(Specs&)>& change) {
   return specs;
 }
 
-/// Changes the text of a checkpoint's index.
+/// Changes the text of a checkpoint's index, and its checksum with it.
 void edit_index(const std::filesystem::path& folder, const std::string& from,
                 const std::string& to) {
   std::string text = checkpoints::text_of_file(folder / "index.json");
   const std::size_t at = text.find(from);
   if (at == std::string::npos) throw std::runtime_error("the index has no " + from);
   text.replace(at, from.size(), to);
+  text.resize(text.size() - zero::detail::index_end("").size());
+  text += zero::detail::index_end(text);
   std::ofstream(folder / "index.json", std::ios::binary) << text;
 }
 
@@ -550,7 +552,7 @@ TEST_CASE("Save: parameters that can't be told apart are refused on all ranks, b
   const std::vector<Row> rows{
       {changed([](Specs& s) { s[1].name = ""; }), "parameter 1 has no name"},
       {changed([](Specs& s) { s[2].name = "weight.exp_avg"; }),
-       "parameters 0 ('weight') and 2 ('weight.exp_avg') both have an array 'weight.exp_avg'"},
+       R"(parameters 0 ("weight") and 2 ("weight.exp_avg") both have an array "weight.exp_avg")"},
   };
   for (const Row& row : rows) {
     const Folder folder;

@@ -23,6 +23,11 @@
 
 namespace {
 
+using checkpoints::bytes_of;
+using checkpoints::Folder;
+using checkpoints::make_file;
+using checkpoints::text_of_file;
+
 /// What the system does; reset by each test.
 struct System {
   std::size_t most = std::numeric_limits<std::size_t>::max();  // bytes of one call
@@ -114,7 +119,7 @@ TEST_CASE("interrupted and partial calls are continued", "[checkpoint]") {
       CAPTURE(interrupts, most);
       the_system = {.most = most, .interrupts = interrupts};
       save(folder / "f", text);
-      CHECK(text_of(folder / "f") == text);
+      CHECK(text_of_file(folder / "f") == text);
       std::string read(900, '\0');
       const ReadFile file(folder / "f");
       the_system.calls.clear();
@@ -159,7 +164,7 @@ TEST_CASE("whatever fails, the old file stays and no other is left", "[checkpoin
     CHECK(contains(says, each.operation));
     CHECK(contains(says, each.remedy));
     CHECK(contains(says, (folder / "f").string()));
-    CHECK(text_of(folder / "f") == "old");
+    CHECK(text_of_file(folder / "f") == "old");
     CHECK(folder.names() == Names{"f"});
   }
 }
@@ -170,11 +175,11 @@ TEST_CASE("a folder that can't be synced is told, unless it has no such thing", 
   const std::string says = error_of([&] { save(folder / "f", "new"); });
   CHECK(contains(says, "fsync of the folder failed"));
   CHECK(folder.names() == Names{"f"});  // whole, and under its name
-  CHECK(text_of(folder / "f") == "new");
+  CHECK(text_of_file(folder / "f") == "new");
 
   the_system = {.folder_sync_error = EINVAL};
   save(folder / "f", "newer");
-  CHECK(text_of(folder / "f") == "newer");
+  CHECK(text_of_file(folder / "f") == "newer");
   the_system = {};
 }
 

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the in-process communicator does when ranks fail, differ, leave or stay away; and that it
-// allocates nothing once warm.
+// What the in-process communicator does when ranks fail, differ, leave or stay away.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <new>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -21,32 +18,6 @@
 #include "catch.hpp"
 #include "zero/comm/fault_injector.hpp"
 #include "zero/comm/in_process.hpp"
-
-namespace {
-
-std::atomic<std::size_t> allocations{0};
-
-void* allocate(std::size_t bytes) {
-  allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-// Replaced whole and never inlined, or sanitizers and warnings see mismatched pairs.
-[[gnu::noinline]] void* operator new(std::size_t bytes) { return allocate(bytes); }
-[[gnu::noinline]] void* operator new[](std::size_t bytes) { return allocate(bytes); }
-[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
-[[gnu::noinline]] void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept {
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -538,46 +509,6 @@ TEST_CASE("in-process: memory may go as soon as a request is dropped", "[comm]")
     });
   }
   SUCCEED();
-}
-
-TEST_CASE("in-process: nothing is allocated once warm", "[comm]") {
-  std::atomic<std::size_t> before{0}, after{0};
-  zero::run_ranks(3, [&](InProcessCommunicator& comm) {
-    const std::size_t n = 300;
-    std::vector<float> data(n), large(3 * n), other(3 * n), third(3 * n);
-    std::vector<std::byte> bytes(8), all(24);
-    const std::vector<std::size_t> counts(3, n);
-    const auto everything = [&] {
-      auto a = comm.all_reduce(std::span<float>(data));
-      auto b = comm.reduce_scatter<float>(
-          large, std::span<float>(large).subspan(static_cast<std::size_t>(comm.rank()) * n, n));
-      a.wait(), b.wait();
-      auto meeting = comm.meet("allocation", data.data());
-      auto c = comm.all_gather<float>(data, std::span<float>(third));
-      auto d = comm.all_to_all<float>(large, std::span<float>(other));
-      (void)meeting.peers();
-      meeting.leave();
-      d.wait(), c.wait(), meeting.wait();
-      comm.reduce_scatter_v<float>(large, std::span<float>(data), counts).wait();
-      comm.all_gather_v<float>(data, std::span<float>(large), counts).wait();
-      comm.all_to_all_v<float>(large, counts, std::span<float>(other), counts).wait();
-      comm.broadcast(std::span<float>(data), 1).wait();
-      auto e = comm.exchange(bytes, all);
-      auto f = comm.barrier();
-      while (!f.done()) std::this_thread::yield();
-      e.wait();
-    };
-    for (int i = 0; i < 3; ++i) everything();
-    comm.barrier().wait();
-    if (comm.rank() == 0) before = allocations.load();
-    comm.barrier().wait();
-    for (int i = 0; i < 50; ++i) everything();
-    comm.barrier().wait();
-    if (comm.rank() == 0) after = allocations.load();
-    comm.barrier().wait();
-  });
-  CHECK(before > 0);
-  CHECK(after - before == 0);
 }
 
 // The injector ----------------------------------------------------------------------------------

@@ -153,13 +153,13 @@ using Scenario = std::function<void(std::uint64_t ignored)>;
 const std::map<std::string, Scenario>& scenarios() {
   constexpr zero::NoView few{64};  // elements a bucket
   static const std::map<std::string, Scenario> all = {
-      {"alone", [](auto n) { run(1, n, {.overlaps = true, .max_norm = 1}, few); }},
-      {"sharded", [](auto n) { run(2, n, {}, few); }},
-      {"clipped", [](auto n) { run(2, n, {.max_norm = 1}, few); }},
+      {"alone", [few](auto n) { run(1, n, {.overlaps = true, .max_norm = 1}, few); }},
+      {"sharded", [few](auto n) { run(2, n, {}, few); }},
+      {"clipped", [few](auto n) { run(2, n, {.max_norm = 1}, few); }},
       {"replicated",
-       [](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, few, zero::Replicated{}); }},
-      {"pooled", [](auto n) { run(2, n, {.max_norm = 1}, few, zero::Stage2{}); }},
-      {"destroyed", [](auto n) { run(2, n, {.destroys = true}, few); }},
+       [few](auto n) { run(2, n, {.overlaps = true, .max_norm = 1}, few, zero::Replicated{}); }},
+      {"pooled", [few](auto n) { run(2, n, {.max_norm = 1}, few, zero::Stage2{}); }},
+      {"destroyed", [few](auto n) { run(2, n, {.destroys = true}, few); }},
   };
   return all;
 }

@@ -44,8 +44,8 @@ template <class Opt>
 [[nodiscard]] TorchRule torch_rule() {
   static_assert(
       std::is_same_v<Opt, Adam> || std::is_same_v<Opt, AdamW> || std::is_same_v<Opt, Sgd>,
-      "PyTorch's optimizer state is known for zero::Adam, zero::AdamW and zero::Sgd; load that of "
-      "another into one of them, or use zero::save and zero::load");
+      "PyTorch's optimizer state is known for zero::Adam, zero::AdamW and zero::Sgd; for another "
+      "optimizer use zero::save and zero::load");
   TorchRule rule{.name = "Sgd"};
   if constexpr (!std::is_same_v<Opt, Sgd>) {
     rule.decoupled = std::is_same_v<Opt, AdamW>;

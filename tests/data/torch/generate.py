@@ -172,20 +172,20 @@ def check_after(case, record, ended, file):
     case.optimizer(values_of(case, record, AFTER)).load_state_dict(state)
 
 
-def main():
-    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "check"):
-        sys.exit(__doc__)
-    folder = pathlib.Path(sys.argv[2])
-    if sys.argv[1] == "check":
-        check(folder)
-        return
+def write_all(folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name in CASES:
         if name != "redundancy":
             write(folder, only=name)
     with tempfile.TemporaryDirectory() as meeting:
         torch.multiprocessing.spawn(write_as_process, (folder, f"{meeting}/meeting"), nprocs=2)
-    print(f"PyTorch {torch.__version__}: {folder}")
+    print(f"PyTorch {torch.__version__}: {folder}", flush=True)
+
+
+def main():
+    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "check"):
+        sys.exit(__doc__)
+    {"write": write_all, "check": check}[sys.argv[1]](pathlib.Path(sys.argv[2]))
 
 
 if __name__ == "__main__":
