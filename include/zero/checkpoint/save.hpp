@@ -305,7 +305,7 @@ template <class Optimizer>
   auto job = std::make_unique<detail::SaveJob>(folder, notes);
   std::vector<std::byte> snapshot;
   std::string error;
-  engine.between_steps(detail::Topic::save, "save_async", [&]<class State>(State& state, bool&) {
+  engine.between_steps(detail::Topic::async_save, "save_async", [&]<class State>(State& state, bool&) {
     error = job->begin(state);
     if (!error.empty()) return;
     const std::string mine = detail::error_of([&] {

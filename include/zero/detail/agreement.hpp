@@ -66,6 +66,7 @@ enum class Topic : std::uint64_t {
   step,
   unit,
   save,
+  async_save,
   finish,
   load,
   consolidation

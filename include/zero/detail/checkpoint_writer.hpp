@@ -194,8 +194,8 @@ inline void write_index(NewFile& index, const CheckpointInfo& info,
 inline void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::vector<std::filesystem::path> missing;
-  for (std::filesystem::path at = std::filesystem::absolute(folder);
-       !std::filesystem::exists(at, error) && at.has_relative_path(); at = at.parent_path()) {
+  for (std::filesystem::path at = folder; !at.empty() && !std::filesystem::exists(at, error);
+       at = at.parent_path()) {
     if (at.has_filename()) missing.push_back(at);
   }
   std::filesystem::create_directories(folder, error);
