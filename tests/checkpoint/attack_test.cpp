@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What hostile users and unlucky programs do to a checkpoint's folder, and numbers at the ends of
-// their ranges.
+// What careless users and other programs do to a checkpoint's folder.
+#include <sys/wait.h>
+#include <unistd.h>
 #include <atomic>
-#include <bit>
-#include <chrono>
+
 #include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <limits>
 #include <map>
-#include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -23,19 +18,14 @@
 #include "catch.hpp"
 #include "checkpoint/folder.hpp"
 #include "ranks.hpp"
-#include "zero/bfloat16.hpp"
 #include "zero/checkpoint.hpp"
-#include "zero/comm/hybrid.hpp"
-#include "zero/float16.hpp"
 #include "zero/optim/adam.hpp"
 
 namespace {
 
 using Catch::Matchers::ContainsSubstring;
 using checkpoints::Folder;
-using ranks::Failure;
 using ranks::Model;
-using Kind = Failure::Kind;
 
 Model<> small_model(const std::vector<std::pair<std::string, std::size_t>>& parameters = {
                         {"weight", 77}, {"bias", 5}}) {
@@ -61,10 +51,6 @@ struct Trained {
   Model<> model;
   zero::ZeroSharded<zero::Adam, Model<>&, zero::InProcessCommunicator&> optimizer;
 };
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 }  // namespace
 
@@ -252,4 +238,44 @@ TEST_CASE("Attack: a reader while another saves sees whole checkpoints") {
   }
   writer.join();
   CHECK(errors.empty());
+}
+
+TEST_CASE("Attack: a rank that saves where another begins to is told so, and so is the other") {
+  const Folder folder;
+  std::vector<std::string> said(2);
+  zero::run_ranks(2, [&](auto& comm) {
+    Trained trained(comm);
+    said[static_cast<std::size_t>(comm.rank())] =
+        ranks::attempt([&] {
+          if (comm.rank() == 0) return zero::save(trained.optimizer, folder.path());
+          zero::save_async(trained.optimizer, folder.path()).finish();
+        }).text;
+  });
+  for (const std::string& each : said) CHECK_THAT(each, ContainsSubstring("another verb"));
+  CHECK(checkpoints::files_of(folder.path()).empty());
+}
+
+TEST_CASE("Attack: a folder in one that this user can't read") {
+  const Folder folder;
+  if (::geteuid() != 0) return;  // needs another user
+  std::filesystem::permissions(folder.path(), std::filesystem::perms(0711));
+  std::filesystem::create_directories(folder / "mine");
+  REQUIRE(::chown((folder / "mine").c_str(), 65534, 65534) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    bool saved = ::setuid(65534) == 0;
+    try {
+      zero::run_ranks(1, [&](auto& comm) {
+        Trained trained(comm);
+        zero::save(trained.optimizer, folder / "mine");
+        zero::save(trained.optimizer, folder / "mine/a/b");
+      });
+    } catch (const std::exception&) {
+      saved = false;
+    }
+    ::_exit(saved ? 0 : 1);
+  }
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  CHECK(status == 0);
 }
