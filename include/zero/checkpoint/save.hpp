@@ -305,22 +305,23 @@ template <class Optimizer>
   auto job = std::make_unique<detail::SaveJob>(folder, notes);
   std::vector<std::byte> snapshot;
   std::string error;
-  engine.between_steps(detail::Topic::async_save, "save_async", [&]<class State>(State& state, bool&) {
-    error = job->begin(state);
-    if (!error.empty()) return;
-    const std::string mine = detail::error_of([&] {
-      std::size_t bytes = 0;
-      for (const detail::MemoryPiece& piece : job->pieces()) bytes += piece.bytes();
-      snapshot.resize(bytes);
-      std::byte* to = snapshot.data();
-      for (detail::MemoryPiece& piece : job->pieces()) {
-        State::Memory::copy(static_cast<const std::byte*>(piece.data), piece.bytes(), to);
-        piece.data = to;
-        to += piece.bytes();
-      }
-    });
-    error = detail::first_error(detail::exchange_words(state, mine));
-  });
+  engine.between_steps(
+      detail::Topic::async_save, "save_async", [&]<class State>(State& state, bool&) {
+        error = job->begin(state);
+        if (!error.empty()) return;
+        const std::string mine = detail::error_of([&] {
+          std::size_t bytes = 0;
+          for (const detail::MemoryPiece& piece : job->pieces()) bytes += piece.bytes();
+          snapshot.resize(bytes);
+          std::byte* to = snapshot.data();
+          for (detail::MemoryPiece& piece : job->pieces()) {
+            State::Memory::copy(static_cast<const std::byte*>(piece.data), piece.bytes(), to);
+            piece.data = to;
+            to += piece.bytes();
+          }
+        });
+        error = detail::first_error(detail::exchange_words(state, mine));
+      });
   if (!error.empty()) throw CheckpointError("save_async: " + error);
   using Engine = std::remove_reference_t<decltype(engine)>;
   return PendingSave<Engine>(engine, std::move(job), std::move(snapshot));
