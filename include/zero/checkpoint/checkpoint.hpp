@@ -240,7 +240,7 @@ class Checkpoint {
   /// Of nothing yet.
   Checkpoint() = default;
 
-  void open_folder() {
+  [[nodiscard]] std::string index_text() const {
     const std::filesystem::path index_path = path_ / detail::index_name;
     std::error_code missing;
     if (!std::filesystem::exists(index_path, missing)) {
@@ -253,19 +253,41 @@ class Checkpoint {
     }
     std::string text(static_cast<std::size_t>(index.bytes()), '\0');
     index.read_at(0, std::as_writable_bytes(std::span(text)));
-    fingerprint_.add(std::as_bytes(std::span(text)));
-    if (!detail::has_its_checksum(text)) {
-      detail::refuse_info(index.name(), "has another checksum than was written");
+    return text;
+  }
+
+  /// Opens the shards too. A save that ends meanwhile removes those of the index before: then the
+  /// folder has another, which is read in its place. Once open, no save can take them away.
+  [[nodiscard]] detail::ParsedJson open_index(const std::string& name, CheckpointInfo& info) {
+    for (;;) {
+      const std::string text = index_text();
+      if (!detail::has_its_checksum(text)) {
+        detail::refuse_info(name, "has another checksum than was written");
+      }
+      detail::ParsedJson json = detail::parse_json(name, text);
+      info = detail::info_of(name, json);
+      const detail::JsonReader reader(name, json, "");
+      try {
+        for (const detail::ParsedJson& file : reader.array("files")) {
+          open_shard(name, detail::JsonReader(name, file, "(files)"));
+        }
+        fingerprint_.add(std::as_bytes(std::span(text)));
+        return json;
+      } catch (const CheckpointError&) {
+        if (index_text() == text) throw;
+        files_->clear();
+      }
     }
-    const detail::ParsedJson json = detail::parse_json(index.name(), text);
-    CheckpointInfo info = detail::info_of(index.name(), json);
-    const detail::JsonReader reader(index.name(), json, "");
-    for (const detail::ParsedJson& file : reader.array("files")) {
-      open_shard(index.name(), detail::JsonReader(index.name(), file, "(files)"));
-    }
-    const detail::ArrayNames names = adopt(std::move(info), index.name());
+  }
+
+  void open_folder() {
+    const std::string index = (path_ / detail::index_name).string();
+    CheckpointInfo info;
+    const detail::ParsedJson json = open_index(index, info);
+    const detail::JsonReader reader(index, json, "");
+    const detail::ArrayNames names = adopt(std::move(info), index);
     for (std::size_t k = 0; k < files_->size(); ++k) {
-      read_shard(k, index.name(), reader.array("files")[k].at("header_xxh3_64"), names);
+      read_shard(k, index, reader.array("files")[k].at("header_xxh3_64"), names);
     }
   }
 

@@ -69,6 +69,16 @@ struct CheckpointInfo {
 
 namespace detail {
 
+/// Whether JSON can say it.
+[[nodiscard]] inline bool is_utf8(const std::string& text) {
+  try {
+    (void)nlohmann::json(text).dump();
+    return true;
+  } catch (const nlohmann::json::exception&) {
+    return false;
+  }
+}
+
 /// To write, in the order of this page.
 using Json = nlohmann::ordered_json;
 /// What was read: finds a key among many in no time.

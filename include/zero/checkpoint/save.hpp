@@ -12,7 +12,9 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -30,6 +32,37 @@ namespace zero {
 
 namespace detail {
 
+/// That no other save of this process is under way in a folder: they would write the same files.
+class FolderClaim {
+ public:
+  /// Throws `CheckpointError` where there is one.
+  explicit FolderClaim(const std::filesystem::path& folder)
+      : folder_(std::filesystem::weakly_canonical(folder)) {
+    const std::scoped_lock lock(mutex());
+    if (claimed().insert(folder_).second) return;
+    throw CheckpointError(folder.string() +
+                          ": another save into this folder has begun; finish that one first");
+  }
+  ~FolderClaim() {
+    const std::scoped_lock lock(mutex());
+    claimed().erase(folder_);
+  }
+  FolderClaim(const FolderClaim&) = delete;
+  FolderClaim& operator=(const FolderClaim&) = delete;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex one;
+    return one;
+  }
+  static std::set<std::filesystem::path>& claimed() {
+    static std::set<std::filesystem::path> folders;
+    return folders;
+  }
+
+  std::filesystem::path folder_;
+};
+
 /// One save, in the three parts that ranks agree after: this rank's file can be written, it has
 /// been, and the index has.
 class SaveJob {
@@ -46,14 +79,22 @@ class SaveJob {
     const std::string error = error_of([&] {
       info_ = describe_state(state);
       info_.notes = std::move(notes_);
+      for (const auto& [name, note] : info_.notes) {
+        if (is_utf8(name) && is_utf8(note)) continue;
+        throw UsageError("the note " + in_quotes(name) +
+                         " is not UTF-8, which files of checkpoints are; write its bytes as text");
+      }
       (void)ArrayNames(info_);
       if (writes_) pieces_ = pieces_to_save(state);
       if (!leads()) return;
       make_folder(folder_);
+      claim_.emplace(folder_);
       generation = next_generation(folder_);
     });
-    const auto words = exchange_words(state, error, {generation});
+    static std::atomic<std::uint64_t> begun{0};
+    const auto words = exchange_words(state, error, {generation, ++begun});
     for (const CheckpointWord& word : words) generation_ = std::max(generation_, word.numbers[0]);
+    identity_ = words[0].numbers[1];
     return first_error(words);
   }
 
@@ -73,7 +114,7 @@ class SaveJob {
     const auto words =
         exchange_words(state, error_,
                        {file_.bytes, checksum_of(file_.header_checksum).value_or(0),
-                        writes_ ? static_cast<std::uint64_t>(rank_) + 1 : 0, generation_});
+                        writes_ ? static_cast<std::uint64_t>(rank_) + 1 : 0, identity_});
     std::string error = first_error(words);
     for (std::size_t r = 0; error.empty() && r < words.size(); ++r) {
       if (words[r].numbers[3] == words[0].numbers[3]) continue;
@@ -151,10 +192,12 @@ class SaveJob {
   }
 
   std::filesystem::path folder_;
+  std::optional<FolderClaim> claim_{};  ///< of the rank that leads
   std::map<std::string, std::string> notes_;
   CheckpointInfo info_{};
   std::vector<MemoryPiece> pieces_{};
   std::uint64_t generation_ = 0;
+  std::uint64_t identity_ = 0;  ///< the same on all ranks, and of no other save of theirs
   int rank_ = 0;
   bool writes_ = true;  ///< not of further replicas, which have the same
   ShardFile file_{};
@@ -239,6 +282,7 @@ class PendingSave {
       error = job_->end(state);
     });
     snapshot_ = {};
+    job_.reset();
     if (!error.empty()) throw CheckpointError("save: " + error);
   }
 
@@ -261,22 +305,23 @@ template <class Optimizer>
   auto job = std::make_unique<detail::SaveJob>(folder, notes);
   std::vector<std::byte> snapshot;
   std::string error;
-  engine.between_steps(detail::Topic::save, "save_async", [&]<class State>(State& state, bool&) {
-    error = job->begin(state);
-    if (!error.empty()) return;
-    const std::string mine = detail::error_of([&] {
-      std::size_t bytes = 0;
-      for (const detail::MemoryPiece& piece : job->pieces()) bytes += piece.bytes();
-      snapshot.resize(bytes);
-      std::byte* to = snapshot.data();
-      for (detail::MemoryPiece& piece : job->pieces()) {
-        State::Memory::copy(static_cast<const std::byte*>(piece.data), piece.bytes(), to);
-        piece.data = to;
-        to += piece.bytes();
-      }
-    });
-    error = detail::first_error(detail::exchange_words(state, mine));
-  });
+  engine.between_steps(
+      detail::Topic::async_save, "save_async", [&]<class State>(State& state, bool&) {
+        error = job->begin(state);
+        if (!error.empty()) return;
+        const std::string mine = detail::error_of([&] {
+          std::size_t bytes = 0;
+          for (const detail::MemoryPiece& piece : job->pieces()) bytes += piece.bytes();
+          snapshot.resize(bytes);
+          std::byte* to = snapshot.data();
+          for (detail::MemoryPiece& piece : job->pieces()) {
+            State::Memory::copy(static_cast<const std::byte*>(piece.data), piece.bytes(), to);
+            piece.data = to;
+            to += piece.bytes();
+          }
+        });
+        error = detail::first_error(detail::exchange_words(state, mine));
+      });
   if (!error.empty()) throw CheckpointError("save_async: " + error);
   using Engine = std::remove_reference_t<decltype(engine)>;
   return PendingSave<Engine>(engine, std::move(job), std::move(snapshot));

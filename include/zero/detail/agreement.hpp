@@ -66,6 +66,7 @@ enum class Topic : std::uint64_t {
   step,
   unit,
   save,
+  async_save,
   finish,
   load,
   consolidation
@@ -116,7 +117,8 @@ inline void require_topic(const char* verb, std::size_t rank, Topic theirs, Topi
   throw AgreedRefusal(
       std::string(verb) + ": rank " + std::to_string(rank) +
       " calls another verb of an optimizer over this communicator; construction, "
-      "add_param_group, step, save and load must be called in the same order on all ranks");
+      "add_param_group, step, save, finish and load must be called in the same order on all "
+      "ranks");
 }
 
 /// Throws the same `UsageError` on all ranks where one refuses, or where they differ. Returns the

@@ -193,6 +193,10 @@ template <class State>
     const ParameterInfo& from = state.parameters[i];
     SavedParameter& to = info.parameters.emplace_back();
     to.name = from.name;
+    if (!is_utf8(to.name)) {
+      throw UsageError("the name of parameter " + std::to_string(i) +
+                       " is not UTF-8, which files of checkpoints are; give it another");
+    }
     to.shape = from.shape;
     to.group = from.group;
     to.steps = state.step_counts[from.leader];

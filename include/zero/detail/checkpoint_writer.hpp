@@ -98,14 +98,23 @@ struct ShardFile {
                 static_cast<unsigned long long>(generation), rank, world);
   return name;
 }
-/// Which generation a file belongs to; 0 where it is no shard, whole or half written.
-[[nodiscard]] inline std::uint64_t generation_of(const std::string& name) {
-  constexpr std::string_view prefix = "shard-";
-  if (!name.starts_with(prefix) || name.find(".safetensors") == std::string::npos) return 0;
+/// Which generation a file belongs to; 0 where it is no shard, whole or half written. The name must
+/// be one that `shard_name` makes: other programs have files that are called "shard-", too.
+[[nodiscard]] inline std::uint64_t generation_of(std::string_view name) {
+  std::string_view rest = name;
+  const auto number = [&rest](std::string_view before, auto& value) {
+    if (!rest.starts_with(before)) return false;
+    rest.remove_prefix(before.size());
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+    rest.remove_prefix(static_cast<std::size_t>(end - rest.data()));
+    return error == std::errc{};
+  };
   std::uint64_t generation = 0;
-  const auto [end, error] =
-      std::from_chars(name.data() + prefix.size(), name.data() + name.size(), generation);
-  return error == std::errc{} && *end == '-' ? generation : 0;
+  int rank = 0;
+  int world = 0;
+  if (!number("shard-", generation) || !number("-", rank) || !number("-of-", world)) return 0;
+  const std::string whole = shard_name(generation, rank, world);
+  return name == whole || name == whole + ".tmp" ? generation : 0;
 }
 /// One that no file in the folder has.
 [[nodiscard]] inline std::uint64_t next_generation(const std::filesystem::path& folder) {
@@ -171,17 +180,27 @@ inline void write_index(NewFile& index, const CheckpointInfo& info,
   std::string text = json.dump(1);
   text.resize(text.size() - 2);  // without "\n}", which comes after the checksum
   text += index_end(text);
+  if (text.size() > safetensors_header_limit) {
+    throw CheckpointError("checkpoint file " + index.path().string() + ": it would have " +
+                          std::to_string(text.size()) +
+                          " bytes, more than the 100 MB that are read; keep less in notes");
+  }
   index.write_at(0, std::as_bytes(std::span(text)));
   index.commit();
 }
 
-/// Makes a folder, and those it lies in.
+/// Makes a folder, and those it lies in, so that they last. What is there already may lie in one
+/// that this user can't read.
 inline void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
+  std::vector<std::filesystem::path> missing;
+  for (std::filesystem::path at = folder; !at.empty() && !std::filesystem::exists(at, error);
+       at = at.parent_path()) {
+    if (at.has_filename()) missing.push_back(at);
+  }
   std::filesystem::create_directories(folder, error);
   if (error) throw_file_error(folder, "making the folder", error.value());
-  const std::filesystem::path whole = std::filesystem::absolute(folder);
-  sync_folder(whole.has_filename() ? whole.parent_path() : whole.parent_path().parent_path());
+  for (const std::filesystem::path& made : missing) sync_folder(made.parent_path());
 }
 
 }  // namespace zero::detail
