@@ -12,6 +12,7 @@
 
 #include "zero/checkpoint/checkpoint.hpp"
 #include "zero/checkpoint/info.hpp"
+#include "zero/detail/checkpoint_file.hpp"
 #include "zero/detail/checkpoint_pieces.hpp"
 #include "zero/detail/checkpoint_writer.hpp"
 #include "zero/detail/element_bytes.hpp"
@@ -65,6 +66,7 @@ inline void consolidate(const Checkpoint& from, const std::filesystem::path& fil
 inline void split(const Checkpoint& from, const std::filesystem::path& folder, int world) {
   if (world < 1) throw UsageError("split: there must be at least one rank");
   detail::make_folder(folder);
+  const detail::FolderLock lock(folder);
   const std::uint64_t generation = detail::next_generation(folder);
   CheckpointInfo info = from.info();
   info.world = world;

@@ -12,9 +12,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -23,6 +21,7 @@
 
 #include "zero/checkpoint/info.hpp"
 #include "zero/detail/checkpoint_agreement.hpp"
+#include "zero/detail/checkpoint_file.hpp"
 #include "zero/detail/checkpoint_pieces.hpp"
 #include "zero/detail/checkpoint_writer.hpp"
 #include "zero/detail/join_scope.hpp"
@@ -31,37 +30,6 @@
 namespace zero {
 
 namespace detail {
-
-/// That no other save of this process is under way in a folder: they would write the same files.
-class FolderClaim {
- public:
-  /// Throws `CheckpointError` where there is one.
-  explicit FolderClaim(const std::filesystem::path& folder)
-      : folder_(std::filesystem::weakly_canonical(folder)) {
-    const std::scoped_lock lock(mutex());
-    if (claimed().insert(folder_).second) return;
-    throw CheckpointError(folder.string() +
-                          ": another save into this folder has begun; finish that one first");
-  }
-  ~FolderClaim() {
-    const std::scoped_lock lock(mutex());
-    claimed().erase(folder_);
-  }
-  FolderClaim(const FolderClaim&) = delete;
-  FolderClaim& operator=(const FolderClaim&) = delete;
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
-  }
-  static std::set<std::filesystem::path>& claimed() {
-    static std::set<std::filesystem::path> folders;
-    return folders;
-  }
-
-  std::filesystem::path folder_;
-};
 
 /// One save, in the three parts that ranks agree after: this rank's file can be written, it has
 /// been, and the index has.
@@ -88,11 +56,11 @@ class SaveJob {
       if (writes_) pieces_ = pieces_to_save(state);
       if (!leads()) return;
       make_folder(folder_);
-      claim_.emplace(folder_);
+      lock_.emplace(folder_);
       generation = next_generation(folder_);
     });
-    static std::atomic<std::uint64_t> begun{0};
-    const auto words = exchange_words(state, error, {generation, ++begun});
+    const auto words =
+        exchange_words(state, error, {generation, reinterpret_cast<std::uintptr_t>(this)});
     for (const CheckpointWord& word : words) generation_ = std::max(generation_, word.numbers[0]);
     identity_ = words[0].numbers[1];
     return first_error(words);
@@ -192,12 +160,12 @@ class SaveJob {
   }
 
   std::filesystem::path folder_;
-  std::optional<FolderClaim> claim_{};  ///< of the rank that leads
+  std::optional<FolderLock> lock_{};  ///< of the rank that leads
   std::map<std::string, std::string> notes_;
   CheckpointInfo info_{};
   std::vector<MemoryPiece> pieces_{};
   std::uint64_t generation_ = 0;
-  std::uint64_t identity_ = 0;  ///< the same on all ranks, and of no other save of theirs
+  std::uint64_t identity_ = 0;  ///< the same on all ranks, and of no other save that is under way
   int rank_ = 0;
   bool writes_ = true;  ///< not of further replicas, which have the same
   ShardFile file_{};

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -132,6 +133,23 @@ inline void sync_folder(const std::filesystem::path& path) {
   // Some file systems can't, and have nothing to do.
   if (error != 0 && error != EINVAL) throw_file_error(folder, "fsync of the folder", error);
 }
+
+/// That no other save, of whatever process, is under way in a folder: they would write the same
+/// files. The system lets go of it when a process dies.
+class FolderLock {
+ public:
+  /// @throws CheckpointError where there is one
+  explicit FolderLock(const std::filesystem::path& folder)
+      : file_(folder, "open folder", O_RDONLY | O_DIRECTORY) {
+    // Some file systems have no locks; there nobody looks.
+    if (::flock(file_.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+    throw CheckpointError(folder.string() +
+                          ": another save into this folder has begun; finish that one first");
+  }
+
+ private:
+  FileDescriptor file_;
+};
 
 /// A file to read. Every member may be called by several threads at once.
 class ReadFile {
