@@ -33,6 +33,9 @@ using calls::Kind;
 using training::Files;
 using training::Snapshots;
 namespace fs = std::filesystem;
+using checkpoints::Folder;
+using checkpoints::make_file;
+using checkpoints::text_of_file;
 
 constexpr int world = 3;
 
@@ -298,5 +301,5 @@ TEST_CASE("paths that can't be a checkpoint's folder", "[checkpoint][crash]") {
   }
   // Of the last try alone: a rename that failed may have been made, over a network.
   CHECK(std::distance(fs::directory_iterator(folder / "odd"), {}) == world + 1);
-  CHECK(text_of(folder / "file") == "not a folder");
+  CHECK(text_of_file(folder / "file") == "not a folder");
 }

@@ -27,6 +27,7 @@ namespace {
 
 using calls::Call;
 using calls::Kind;
+using checkpoints::Folder;
 using training::Files;
 using training::Snapshots;
 

@@ -23,7 +23,7 @@ using Files = std::map<std::string, std::string>;
 inline Files files_of(const fs::path& folder) {
   Files files;
   for (const auto& entry : fs::directory_iterator(folder)) {
-    files[entry.path().filename().string()] = text_of(entry.path());
+    files[entry.path().filename().string()] = checkpoints::text_of_file(entry.path());
   }
   return files;
 }
@@ -31,7 +31,7 @@ inline Files files_of(const fs::path& folder) {
 inline void put_files(const fs::path& folder, const Files& files) {
   fs::remove_all(folder);
   fs::create_directories(folder);
-  for (const auto& [name, text] : files) make_file(folder / name, text);
+  for (const auto& [name, text] : files) checkpoints::make_file(folder / name, text);
 }
 
 inline ranks::Model<> make_model() {
