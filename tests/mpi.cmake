@@ -33,6 +33,27 @@ add_test(NAME mpi_threads_test
 set_tests_properties(mpi_threads_test PROPERTIES LABELS mpi TIMEOUT 120 PROCESSORS 2
   ENVIRONMENT "${zero_mpi_environment};ZERO_TEST_MPI_THREADS=1")
 
+# Saved by three processes, loaded by two others.
+if(TARGET zero::checkpoint)
+  add_executable(mpi_checkpoint_test checkpoint/mpi_checkpoint_test.cpp)
+  target_link_libraries(mpi_checkpoint_test PRIVATE
+    zero::mpi zero::checkpoint zero_catch_main zero_warnings zero_exact_arithmetic)
+  target_compile_options(mpi_checkpoint_test PRIVATE -O0)
+  zero_label(mpi mpi_checkpoint_test)
+  zero_label(checkpoint mpi_checkpoint_test)
+  function(zero_mpi_checkpoint_test verb ranks)
+    add_test(NAME mpi_checkpoint_${verb}
+      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}
+              $<TARGET_FILE:mpi_checkpoint_test> "[${verb}]" ${MPIEXEC_POSTFLAGS})
+    set_tests_properties(mpi_checkpoint_${verb} PROPERTIES LABELS "checkpoint;mpi" TIMEOUT 120 PROCESSORS 2
+      ENVIRONMENT "${zero_mpi_environment};ZERO_TEST_CHECKPOINT=${CMAKE_CURRENT_BINARY_DIR}/mpi_checkpoint")
+  endfunction()
+  zero_mpi_checkpoint_test(save 3)
+  zero_mpi_checkpoint_test(load 2)
+  set_tests_properties(mpi_checkpoint_save PROPERTIES FIXTURES_SETUP mpi_checkpoint)
+  set_tests_properties(mpi_checkpoint_load PROPERTIES FIXTURES_REQUIRED mpi_checkpoint)
+endif()
+
 if(NOT ZERO_TEST_COVERED)
   return()
 endif()

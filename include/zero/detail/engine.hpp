@@ -322,6 +322,8 @@ class Engine {
       forget_round(false);
       throw;
     }
+    // The next step reduces all buckets again.
+    if constexpr (!State::pools_gradients) way_.forget();
     bool changing = false;
     or_tell([&] { body(state_, changing); },
             [&](const char* why) { give_up(verb, why, changing); });

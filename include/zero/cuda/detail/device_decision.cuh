@@ -96,7 +96,8 @@ class DeviceDecision {
 
   // In the order of a step.
 
-  /// Options go to the device only when they have changed, or `always`.
+  /// Options go to the device only when they have changed, or `always`. Not those of a refused
+  /// step, which have no fingerprint.
   void upload_options(bool always, StreamView stream) {
     if (state_.options == uploaded_ && !always) return;
     detail::upload(groups_.data(), std::as_bytes(std::span<const Opt>(state_.groups)), stream);

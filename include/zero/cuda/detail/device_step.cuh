@@ -394,7 +394,7 @@ class DeviceStep {
       if (state_.alone()) let_wait(stream, talks());
     }
     const bool looks = state_.scaling.looks_first();
-    decision_.upload_options(captured_, stream);
+    if (refusal.empty()) decision_.upload_options(captured_, stream);
     std::uint64_t units = 0;
     if constexpr (State::Stage::shards_values) units = units_.history();
     decision_.tell(refusal, units, tells);
