@@ -394,6 +394,27 @@ TEST_CASE("an index's notes are told apart by their whole names", "[checkpoint][
   CHECK(zero::Checkpoint(saved.path()).info().notes.empty());
 }
 
+TEST_CASE("notes that no index could say are refused before anything is written",
+          "[checkpoint][damage]") {
+  const Folder folder;
+  training::save_step(2, 2, folder.path());
+  const Files before = training::files_of(folder.path());
+  const std::vector<std::map<std::string, std::string>> all{
+      {{"epoch", "3"}, {"state", "\xff"}}, {{"state\xc3", "1"}}, {{"state", "\xed\xa0\x80"}}};
+  for (const auto& notes : all) {
+    std::vector<std::string> said(2);
+    training::on_ranks(2, [&](int rank, auto& model, auto& optimizer) {
+      training::train(model, optimizer, rank, 3);
+      said[static_cast<std::size_t>(rank)] =
+          training::refusal_of([&] { zero::save(optimizer, folder.path(), notes); });
+    });
+    CHECK(said[0].starts_with("save: rank 0: the note \"state"));
+    CHECK(said[0].find("is not UTF-8") != std::string::npos);
+    CHECK(said[1] == said[0]);
+    CHECK(training::files_of(folder.path()) == before);
+  }
+}
+
 TEST_CASE("an index whose files are others is refused", "[checkpoint][damage]") {
   const Saved saved;
   const std::string shard = saved.shard_path().string();

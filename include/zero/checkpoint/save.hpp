@@ -30,6 +30,19 @@ namespace zero {
 
 namespace detail {
 
+/// Throws `UsageError` for notes that JSON can't say.
+inline void require_utf8(const std::map<std::string, std::string>& notes) {
+  for (const auto& [name, text] : notes) {
+    try {
+      (void)Json({name, text}).dump();
+    } catch (const Json::exception&) {
+      throw UsageError("the note " + in_quotes(name) +
+                       " is not UTF-8, which an index must be; write its bytes as text, say in "
+                       "hexadecimal digits");
+    }
+  }
+}
+
 /// One save, in the three parts that ranks agree after: this rank's file can be written, it has
 /// been, and the index has.
 class SaveJob {
@@ -49,6 +62,7 @@ class SaveJob {
       (void)ArrayNames(info_);
       if (writes_) pieces_ = pieces_to_save(state);
       if (!leads()) return;
+      require_utf8(info_.notes);
       make_folder(folder_);
       generation = next_generation(folder_);
     });
@@ -180,8 +194,8 @@ template <class State>
 ///
 /// Saved are all values (of frozen parameters too), master copies, slots, step counts, groups'
 /// options (`NamesOptions`), the dynamic loss scale, the seed of stochastic rounding, and rank 0's
-/// `notes`: whatever else the program needs to go on, which it finds in `Checkpoint::info`. Not:
-/// gradients, `clip_grad_norm`, settings, policies.
+/// `notes`, in UTF-8: whatever else the program needs to go on, which it finds in
+/// `Checkpoint::info`. Not: gradients, `clip_grad_norm`, settings, policies.
 ///
 /// Throws `CheckpointError` on all ranks where one can't write; `UsageError` on all ranks where
 /// gradients were marked or leased, a unit is acquired, or within a `join`. Then marks must be
