@@ -10,6 +10,7 @@
 #include <fstream>
 #include <functional>
 #include <ios>
+#include <map>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -325,6 +326,12 @@ TEST_CASE("an index that no save has written is refused, by each of its rules",
            {set("loss_scale", {{"scale", 1}, {"applied_in_a_row", std::uint64_t{1} << 31}}),
             "(loss_scale) has a 'applied_in_a_row' that is no integer from 0 to 2147483647"},
            {set("seed", -1), "has a 'seed' that is no integer from 0"},
+           {set("notes", "epoch"), "has 'notes' that are no object"},
+           {set("notes", Json::array({"epoch"})), "has 'notes' that are no object"},
+           {set("notes", nullptr), "has 'notes' that are no object"},
+           {set("notes", {{"data", "a"}, {"epoch", 3}}), "has a note \"epoch\" that is no string"},
+           {set("notes", {{"epoch", nullptr}}), "has a note \"epoch\" that is no string"},
+           {set("notes", {{"", Json::object()}}), "has a note \"\" that is no string"},
            {without("groups"), "lacks 'groups'"},
            {set("groups", Json::object()), "has a 'groups' that is no array"},
            {set("groups", {1}), "has a group that is no object"},
@@ -375,6 +382,40 @@ TEST_CASE("an index that no save has written is refused, by each of its rules",
   }
 }
 
+TEST_CASE("an index's notes are told apart by their whole names", "[checkpoint][damage]") {
+  const Saved saved;
+  const std::map<std::string, std::string> notes{{"", "of no name"},
+                                                 {std::string("a\0b", 3), std::string("\0", 1)},
+                                                 {"a", "\"1\\\n"},
+                                                 {"\u00e9", ""},
+                                                 {"a.exp_avg", "a"}};
+  CHECK(saved.with([&](Json& json) { json["notes"] = notes; }) == "");
+  CHECK(zero::Checkpoint(saved.path()).info().notes == notes);
+  CHECK(saved.with([](Json& json) { json["notes"] = Json::object(); }) == "");
+  CHECK(zero::Checkpoint(saved.path()).info().notes.empty());
+}
+
+TEST_CASE("notes that no index could say are refused before anything is written",
+          "[checkpoint][damage]") {
+  const Folder folder;
+  training::save_step(2, 2, folder.path());
+  const Files before = training::files_of(folder.path());
+  const std::vector<std::map<std::string, std::string>> all{
+      {{"epoch", "3"}, {"state", "\xff"}}, {{"state\xc3", "1"}}, {{"state", "\xed\xa0\x80"}}};
+  for (const auto& notes : all) {
+    std::vector<std::string> said(2);
+    training::on_ranks(2, [&](int rank, auto& model, auto& optimizer) {
+      training::train(model, optimizer, rank, 3);
+      said[static_cast<std::size_t>(rank)] =
+          training::refusal_of([&] { zero::save(optimizer, folder.path(), notes); });
+    });
+    CHECK(said[0].starts_with("save: rank 0: the note \"state"));
+    CHECK(said[0].find("is not UTF-8") != std::string::npos);
+    CHECK(said[1] == said[0]);
+    CHECK(training::files_of(folder.path()) == before);
+  }
+}
+
 TEST_CASE("an index whose files are others is refused", "[checkpoint][damage]") {
   const Saved saved;
   const std::string shard = saved.shard_path().string();
@@ -414,6 +455,38 @@ TEST_CASE("an index that is no JSON object is refused", "[checkpoint][damage]") 
   check("{\"format\": 1", "does not say that it is a zero-checkpoint");
   make_file(index, "[]");
   CHECK(complaint(saved.path()).find("has another checksum") != std::string::npos);
+}
+
+TEST_CASE("an index is refused whose end is not its checksum", "[checkpoint][damage]") {
+  const Saved saved;
+  REQUIRE(saved.with([](Json&) {}) == "");
+  const fs::path index = saved.path() / "index.json";
+  const std::string whole = text_of_file(index);
+  const std::size_t end = whole.size() - zero::detail::index_end("").size();
+  const std::string before = whole.substr(0, end);
+  const std::string sum = checksum_of(before);
+  const auto ended = [&](const std::string& digits) {
+    return before + ",\n \"xxh3_64\": \"" + digits + "\"\n}\n";
+  };
+  REQUIRE(ended(sum) == whole);
+  std::string large = sum;
+  std::ranges::transform(large, large.begin(), [](char c) {
+    return 'a' <= c && c <= 'f' ? static_cast<char>(c - 32) : c;
+  });
+  REQUIRE(large != sum);
+  for (const std::string& text :
+       {std::string(), std::string("{}"), whole.substr(end), before + "\n}\n", ended(""),
+        ended("0000000000000000"), ended(large), ended(checksum_of(whole)),
+        before + ",\"xxh3_64\":\"" + sum + "\"}", whole + "\n", whole + whole.substr(end)}) {
+    make_file(index, text);
+    const std::string says = complaint(saved.path());
+    CAPTURE(text, says);
+    CHECK(says.starts_with(index.string() + ": its description has another checksum"));
+  }
+  // Readers that look for the first one among several find another.
+  CHECK(saved.with([](Json& json) { json["xxh3_64"] = 5; }) == "");
+  make_file(index, whole);
+  CHECK(complaint(saved.path()) == "");
 }
 
 TEST_CASE("a shard that no save has written is refused, by each of its rules",

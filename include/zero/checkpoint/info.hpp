@@ -338,9 +338,10 @@ class JsonReader {
     info.seed = reader.integer("seed", std::numeric_limits<std::uint64_t>::max());
   }
   if (reader.has("notes")) {
-    const JsonReader notes(file, reader.at("notes"), "(notes)");
+    if (!reader.at("notes").is_object()) reader.refuse("has 'notes' that are no object");
     for (const auto& [name, value] : reader.at("notes").items()) {
-      info.notes[name] = notes.text(name.c_str());
+      if (!value.is_string()) reader.refuse("has a note " + in_quotes(name) + " that is no string");
+      info.notes[name] = value.get<std::string>();
     }
   }
   for (const ParsedJson& group : reader.array("groups")) {

@@ -49,8 +49,10 @@ class SaveJob {
       info_.notes = std::move(notes_);
       for (const auto& [name, note] : info_.notes) {
         if (is_utf8(name) && is_utf8(note)) continue;
-        throw UsageError("the note " + in_quotes(name) +
-                         " is not UTF-8, which files of checkpoints are; write its bytes as text");
+        throw UsageError(
+            "the note " + in_quotes(name) +
+            " is not UTF-8, which files of checkpoints are; write its bytes as text, say in "
+            "hexadecimal digits");
       }
       (void)ArrayNames(info_);
       if (writes_) pieces_ = pieces_to_save(state);
@@ -191,8 +193,8 @@ template <class State>
 ///
 /// Saved are all values (of frozen parameters too), master copies, slots, step counts, groups'
 /// options (`NamesOptions`), the dynamic loss scale, the seed of stochastic rounding, and rank 0's
-/// `notes`: whatever else the program needs to go on, which it finds in `Checkpoint::info`. Not:
-/// gradients, `clip_grad_norm`, settings, policies.
+/// `notes`, in UTF-8: whatever else the program needs to go on, which it finds in
+/// `Checkpoint::info`. Not: gradients, `clip_grad_norm`, settings, policies.
 ///
 /// Throws `CheckpointError` on all ranks where one can't write; `UsageError` on all ranks where
 /// gradients were marked or leased, a unit is acquired, or within a `join`. Then marks must be
