@@ -9,6 +9,7 @@
 
 struct Lion {
   double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0;
+  static constexpr std::string_view name = "Lion";
   static constexpr std::array<std::string_view, 1> slots{"exp_avg"};
 
   // So that checkpoints keep them.

@@ -17,6 +17,9 @@
 ///  or
 ///     const: calls `f("name", self.option)` for every option, each a number, a bool or an
 ///     enumeration. With it checkpoints keep the groups' options, and loading brings them back.
+///  3b. optionally `static constexpr std::string_view name`: by which checkpoints know it, so that
+///  its
+///     state is not taken for that of another with equal slots.
 ///
 /// Before every step ranks compare what their options do to a few made-up numbers (for whole-tensor
 /// optimizers in a tensor of shape {2, 2} or {4}), so `scalars` and `update` are called for that.
@@ -170,6 +173,18 @@ concept NamesOptions = requires(O& optimizer, const O& constant) {
   O::for_each_option(optimizer, [](const char*, auto&) {});
   O::for_each_option(constant, [](const char*, const auto&) {});
 };
+
+/// What checkpoints call an optimizer; empty where it doesn't say.
+template <class O>
+[[nodiscard]] constexpr std::string_view optimizer_name() {
+  if constexpr (requires {
+                  { O::name } -> std::convertible_to<std::string_view>;
+                }) {
+    return O::name;
+  } else {
+    return {};
+  }
+}
 
 /// Has numbers for ranks to compare, where the host can't try out what they do.
 template <class O>

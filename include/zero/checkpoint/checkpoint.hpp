@@ -36,6 +36,7 @@ class TorchReader;
 /// The file that makes a folder a checkpoint.
 inline constexpr const char* index_name = "index.json";
 /// Metadata of the library's own files.
+inline constexpr const char* shard_format = "zero-checkpoint shard";
 inline constexpr const char* checksums_key = "xxh3_64";
 inline constexpr const char* info_key = "zero-checkpoint";
 inline constexpr const char* info_checksum_key = "zero-checkpoint xxh3_64";
@@ -111,6 +112,10 @@ class Checkpoint {
   /// Throws `CheckpointError` naming file, tensor and rule for what is no whole checkpoint.
   explicit Checkpoint(std::filesystem::path path) : path_(std::move(path)) {
     std::error_code error;
+    if (!std::filesystem::exists(path_, error) && !error) {
+      throw CheckpointError("nothing is at " + (path_.empty() ? "an empty path" : path_.string()) +
+                            "; check the path");
+    }
     if (std::filesystem::is_directory(path_, error)) {
       open_folder();
     } else {
@@ -296,6 +301,11 @@ class Checkpoint {
     if (name.empty() || name.find('/') != std::string::npos || name == "..") {
       of.refuse("names a file outside of its folder");
     }
+    std::error_code error;
+    if (!std::filesystem::exists(path_ / name, error) && !error) {
+      throw CheckpointError((path_ / name).string() + ": it is gone, though " + index +
+                            " names it; load another checkpoint");
+    }
     files_->emplace_back(path_ / name);
     const detail::ReadFile& file = files_->back();
     if (file.bytes() != of.integer("bytes", std::uint64_t{1} << 62)) {
@@ -328,10 +338,15 @@ class Checkpoint {
   }
 
   void open_single() {
+    if (path_.filename() == detail::index_name) refuse_part("the index");
     files_->emplace_back(path_);
     const detail::ReadFile& file = files_->back();
     const SafetensorsHeader header = read_safetensors_header(file);
     (void)header_checksum(file, header);
+    const auto format = header.metadata.find("format");
+    if (format != header.metadata.end() && format->second == detail::shard_format) {
+      refuse_part("one rank's file");
+    }
     const auto text = header.metadata.find(detail::info_key);
     if (text == header.metadata.end()) {
       throw CheckpointError(file.name() + ": it is a safetensors file, but no checkpoint of this " +
@@ -355,6 +370,11 @@ class Checkpoint {
       const std::size_t elements = array ? info_.parameters[array->parameter].elements() : 0;
       add_piece(0, header, tensor, array, {0, elements}, sums[t]);
     }
+  }
+
+  [[noreturn]] void refuse_part(const std::string& part) const {
+    throw CheckpointError(path_.string() + ": it is " + part +
+                          " of a checkpoint that is a folder; give the path of the folder");
   }
 
   detail::ArrayNames adopt(CheckpointInfo info, const std::string& file) {

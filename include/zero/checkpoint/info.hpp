@@ -57,6 +57,7 @@ struct CheckpointInfo {
 
   std::int64_t step = 0;             ///< steps applied
   int world = 1;                     ///< ranks that wrote it
+  std::string optimizer{};           ///< its name; empty where it has none
   std::vector<std::string> slots{};  ///< of every parameter that is stepped
   std::optional<SavedLossScale> loss_scale{};
   std::optional<std::uint64_t> seed{};  ///< of stochastic rounding
@@ -248,6 +249,7 @@ class JsonReader {
             {"step", info.step},
             {"world", info.world},
             {"slots", info.slots}};
+  if (!info.optimizer.empty()) json["optimizer"] = info.optimizer;
   if (info.loss_scale) {
     json["loss_scale"] = {{"scale", info.loss_scale->scale},
                           {"applied_in_a_row", info.loss_scale->applied_in_a_row}};
@@ -324,6 +326,7 @@ class JsonReader {
   info.step =
       static_cast<std::int64_t>(reader.integer("step", std::numeric_limits<std::int64_t>::max()));
   info.world = static_cast<int>(reader.integer("world", std::numeric_limits<int>::max()));
+  if (reader.has("optimizer")) info.optimizer = reader.text("optimizer");
   for (const ParsedJson& slot : reader.array("slots")) {
     if (!slot.is_string()) reader.refuse("has a slot that is no string");
     info.slots.push_back(slot.get<std::string>());

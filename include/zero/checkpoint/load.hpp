@@ -50,7 +50,7 @@ class LoadPlan {
   LoadPlan(State& state, const Checkpoint& from, const LoadOptions& options)
       : state_(state), from_(from), options_(options), groups_(state.groups) {
     match_parameters();
-    if (options_.state) require_slots();
+    if (options_.state) require_optimizer();
     if (options_.state && options_.options) read_options();
     if (options_.values) add_values_to_load(state_, pieces_);
     std::vector<MemoryPiece> kept;
@@ -128,7 +128,7 @@ class LoadPlan {
     const ParameterInfo& mine = state_.parameters[i];
     if (mine.shape != saved.shape) {
       refuse(i, "has the shape " + text_of_shape(mine.shape) + ", but was saved with " +
-                    text_of_shape(saved.shape));
+                    text_of_shape(saved.shape) + "; load into parameters of the same shapes");
     }
     const bool tied = mine.leader != i;
     if (tied && !saved.tied()) {
@@ -153,7 +153,15 @@ class LoadPlan {
     }
   }
 
-  void require_slots() const {
+  void require_optimizer() const {
+    const std::string& name = from_.info().optimizer;
+    constexpr std::string_view mine = optimizer_name<Opt>();
+    if (!name.empty() && !mine.empty() && name != mine) {
+      refuse("it holds the state of " + in_quotes(name) + ", but this optimizer is " +
+             in_quotes(mine) +
+             "; construct with the one that was saved, or load values alone "
+             "(LoadOptions::state)");
+    }
     const auto list = [](const auto& names, std::size_t count) {
       std::string text;
       for (std::size_t s = 0; s < count; ++s) {

@@ -12,6 +12,7 @@
 #include <exception>
 #include <span>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "zero/communicator.hpp"
@@ -214,7 +215,15 @@ struct VerbWord {
 /// another optimizer.
 template <HostExchange C>
 void require_same_verb(C& comm, const char* verb, const VerbWord& mine) {
-  const std::vector<VerbWord> all = exchange_all(comm, std::span<const VerbWord>(&mine, 1));
+  std::vector<VerbWord> all;
+  try {
+    all = exchange_all(comm, std::span<const VerbWord>(&mine, 1));
+  } catch (const CommunicatorError& error) {
+    if (typeid(error) != typeid(CommunicatorError)) throw;  // one that says more
+    throw CommunicatorError(
+        error.failure(), error.rank(), error.operation(), error.sequence(),
+        std::string(verb) + " is collective, so all ranks must call it: " + error.what());
+  }
   for (std::size_t r = 0; r < all.size(); ++r) require_topic(verb, r, all[r].topic, mine.topic);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].identity != all[0].identity) {

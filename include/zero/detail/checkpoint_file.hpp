@@ -38,7 +38,7 @@ namespace zero::detail {
     case EPERM:
     case EROFS: return ": choose a folder that this user may write to, or files that it may read";
     case ENOENT:
-    case ENOTDIR: return ": check the path, and make the folder first";
+    case ENOTDIR: return ": check the path, and that its folder exists";
     case EMFILE:
     case ENFILE: return ": raise the limit on open files (ulimit -n)";
     case EIO: return ": the disk or its connection fails; use another";

@@ -169,6 +169,7 @@ template <class State>
   CheckpointInfo info;
   info.step = state.step_number;
   info.world = state.world();
+  info.optimizer = optimizer_name<Opt>();
   for (std::size_t s = 0; s < state.slots_allocated; ++s) info.slots.emplace_back(Opt::slots[s]);
   if (state.settings.loss_scale && state.settings.loss_scale->is_dynamic()) {
     info.loss_scale = {state.scaling.state().loss_scale, state.scaling.state().applied_in_a_row};

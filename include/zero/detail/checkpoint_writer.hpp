@@ -150,7 +150,7 @@ template <class Read>
         entry_of(run_name(array_name(info, piece.parameter, piece.array), piece.elements),
                  piece.type, {piece.elements.size()}, tensors.empty() ? 0 : tensors.back().end));
   }
-  SummedFile file(folder / name, std::move(tensors), {{"format", "zero-checkpoint shard"}});
+  SummedFile file(folder / name, std::move(tensors), {{"format", shard_format}});
   Writer writer(file.file(), transfer_bytes, file.data_begin());
   for (std::size_t t = 0; t < pieces.size(); ++t) {
     writer.start_tensor();
@@ -197,6 +197,13 @@ inline void make_folder(const std::filesystem::path& folder) {
   for (std::filesystem::path at = folder; !at.empty() && !std::filesystem::exists(at, error);
        at = at.parent_path()) {
     if (at.has_filename()) missing.push_back(at);
+  }
+  for (std::filesystem::path at = folder; !at.empty(); at = at.parent_path()) {
+    if (std::filesystem::exists(at, error) && !std::filesystem::is_directory(at, error)) {
+      throw CheckpointError(folder.string() + " can't be a folder, since " + at.string() +
+                            " is a file; choose another path");
+    }
+    if (at == at.parent_path()) break;
   }
   std::filesystem::create_directories(folder, error);
   if (error) throw_file_error(folder, "making the folder", error.value());

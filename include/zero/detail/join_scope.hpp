@@ -142,9 +142,16 @@ void join(Body& body, const JoinOptions& options, Engines&... engines) {
 /// Leads from an optimizer to its engine.
 struct EngineAccess {
   template <class Optimizer>
-  [[nodiscard]] static auto& engine_of(Optimizer& optimizer) noexcept {
-    return *optimizer.engine_;
+  [[nodiscard]] static decltype(auto) engine_of(Optimizer& optimizer) noexcept {
+    static_assert(has_engine<Optimizer>,
+                  "zero: this takes a zero::ZeroSharded that is not const (the optimizer first, "
+                  "then the path)");
+    if constexpr (has_engine<Optimizer>) return (*optimizer.engine_);
   }
+
+ private:
+  template <class Optimizer>
+  static constexpr bool has_engine = requires(Optimizer& optimizer) { *optimizer.engine_; };
 };
 
 }  // namespace zero::detail

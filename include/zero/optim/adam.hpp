@@ -34,6 +34,7 @@ struct BasicAdam {
   bool amsgrad = false;
   bool maximize = false;
 
+  static constexpr std::string_view name = decoupled ? "AdamW" : "Adam";
   static constexpr std::array<std::string_view, 3> slots{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return amsgrad ? 3 : 2; }
 

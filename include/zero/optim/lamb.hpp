@@ -49,6 +49,7 @@ struct Lamb {
   bool bias_correction = true;
   bool maximize = false;
 
+  static constexpr std::string_view name = "Lamb";
   static constexpr std::array<std::string_view, 2> slots{"exp_avg", "exp_avg_sq"};
 
   template <class Self, class F>

@@ -61,6 +61,7 @@ struct BasicMuon {
   MuonLrAdjustment adjust_lr = MuonLrAdjustment::original;
   [[no_unique_address]] Product product{};
 
+  static constexpr std::string_view name = "Muon";
   static constexpr std::array<std::string_view, 1> slots{"momentum_buffer"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return momentum != 0 ? 1 : 0; }
 

@@ -29,6 +29,7 @@ struct Sgd {
   bool nesterov = false;
   bool maximize = false;
 
+  static constexpr std::string_view name = "Sgd";
   static constexpr std::array<std::string_view, 1> slots{"momentum_buffer"};
   [[nodiscard]] constexpr std::size_t used_slots() const { return momentum != 0 ? 1 : 0; }
 
