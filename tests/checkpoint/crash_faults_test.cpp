@@ -283,8 +283,8 @@ TEST_CASE("paths that can't be a checkpoint's folder", "[checkpoint][crash]") {
   make_file(folder / "file", "not a folder");
   fs::create_directories(folder / "odd" / "index.json" / "in it");
   for (const auto& [path, words] : std::vector<std::pair<fs::path, std::vector<std::string>>>{
-           {folder / "file" / "below", {"making the folder", "Not a directory", "check the path"}},
-           {folder / "file", {"Not a directory"}},
+           {folder / "file" / "below", {"can't be a folder", "is a file", "choose another path"}},
+           {folder / "file", {"can't be a folder"}},
            {folder / "odd", {"index.json", "Is a directory"}},
            {"", {"making the folder failed"}}}) {
     CAPTURE(path);

@@ -428,7 +428,7 @@ TEST_CASE("an index whose files are others is refused", "[checkpoint][damage]") 
   };
   check(saved.with(file("bytes", 5)), shard + ": it has ");
   check(saved.with(file("header_xxh3_64", "")), shard + ": its header is not the one");
-  check(saved.with(file("name", "other")), (saved.path() / "other").string() + ": open failed");
+  check(saved.with(file("name", "other")), (saved.path() / "other").string() + ": it is gone");
   check(saved.with(file("name", ".")), "this is no file");
   check(saved.with(file("name", "index.json")),
         (saved.path() / "index.json").string() + ": it has");

@@ -205,8 +205,9 @@ TEST_CASE("what a killed process left is replaced", "[checkpoint]") {
 
 TEST_CASE("a place that can't be written to is told", "[checkpoint]") {
   const Folder folder;
-  refused([&] { NewFile(folder / "none" / "f"); },
-          {(folder / "none" / "f.tmp").string(), "open failed", "No such file", "make the folder"});
+  refused(
+      [&] { NewFile(folder / "none" / "f"); },
+      {(folder / "none" / "f.tmp").string(), "open failed", "No such file", "its folder exists"});
   refused([&] { zero::detail::sync_folder(folder / "none"); },
           {(folder / "none").string(), "No such file"});
   make_file(folder / "f", "");

@@ -493,6 +493,33 @@ TEST_CASE("Load: a description that makes no sense for the optimizer is refused"
   }
 }
 
+TEST_CASE("Load: the state of another optimizer is refused, its values are not") {
+  const Folder folder;
+  save_run(folder / "saved");
+  edit_index(folder / "saved", "\"optimizer\": \"Adam\"", "\"optimizer\": \"AdamW\"");
+  std::string text;
+  const auto path = [&](int) { return folder / "saved"; };
+  CHECK(refusal(usual, Rank<>::two(), path, {}, text) == "");
+  CHECK_THAT(text, ContainsSubstring("it holds the state of \"AdamW\", but this optimizer is "
+                                     "\"Adam\""));
+  CHECK_NOTHROW(said_by(2, [&](auto& comm) {
+    Rank<> rank(comm, usual, 50);
+    zero::load(rank.optimizer, folder / "saved", {.state = false});
+    return std::string();
+  }));
+}
+
+TEST_CASE("Load: a part of a checkpoint is no checkpoint, and says what is") {
+  const Folder folder;
+  save_run(folder / "saved");
+  std::string text;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "saved")) {
+    const auto path = [&](int) { return entry.path(); };
+    CHECK(refusal(usual, Rank<>::two(), path, {}, text) == "");
+    CHECK_THAT(text, ContainsSubstring("give the path of the folder"));
+  }
+}
+
 TEST_CASE("Load: another checkpoint on one rank, or none, is refused on all") {
   const Folder folder;
   save_run(folder / "saved");
