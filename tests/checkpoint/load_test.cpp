@@ -67,16 +67,16 @@ struct Rank {
   using Optimizer = zero::ZeroSharded<zero::Adam, Model<T>&, Comm&, zero::ContiguousPartition,
                                       zero::ParamView, zero::Stage1, Precision>;
 
+  static std::vector<zero::Adam> two(double lr = 0.01) {
+    return {{.lr = lr}, {.lr = 2 * lr, .weight_decay = 0.1}};
+  }
+
   Rank(Comm& comm, const Specs& specs, std::uint32_t seed, std::vector<zero::Adam> groups = two(),
        zero::Settings settings = {})
       : rank(comm.rank()),
         model(model_of<T>(specs, seed)),
         optimizer(zero::Groups<zero::Adam>(std::move(groups)), model, comm, zero::ParamView{64},
                   settings) {}
-
-  static std::vector<zero::Adam> two(double lr = 0.01) {
-    return {{.lr = lr}, {.lr = 2 * lr, .weight_decay = 0.1}};
-  }
 
   void step(int number) {
     ranks::draw_gradients(model, rank, number);
