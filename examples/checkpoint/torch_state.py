@@ -15,8 +15,8 @@ by group. Without names, parameters are matched by their order.
 
 The weights are no part of it. `zero-checkpoint weights` writes them, of tied ones once:
 
-    from safetensors.torch import load_file
-    model.load_state_dict(load_file("weights.safetensors"), strict=False)
+    from safetensors.torch import load_model
+    load_model(model, "weights.safetensors")
 """
 
 import json
