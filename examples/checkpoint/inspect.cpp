@@ -123,6 +123,8 @@ std::string table_of(const zero::Checkpoint& checkpoint) {
     text += "\n";
   }
 
+  std::size_t elements = 0;
+  std::uint64_t all_bytes = 0;
   std::vector<std::vector<std::string>> rows{
       {"parameter", "shape", "group", "steps", "bytes", "arrays", ""}};
   for (std::size_t i = 0; i < info.parameters.size(); ++i) {
@@ -133,11 +135,15 @@ std::string table_of(const zero::Checkpoint& checkpoint) {
       arrays += (arrays.empty() ? "" : " ") + shown(array.name) + ":" + array.type;
       bytes += array.bytes;
     }
+    if (!parameter.tied()) elements += parameter.elements();
+    all_bytes += bytes;
     rows.push_back({shown(parameter.name), shape_text(parameter.shape),
                     std::to_string(parameter.group), std::to_string(parameter.steps),
                     std::to_string(bytes), arrays, notes_of(info, parameter)});
   }
-  text += "\n" + aligned(rows) + "\n";
+  text += "\n" + aligned(rows);
+  text += "all: " + counted(info.parameters.size(), "parameter") + " of " +
+          counted(elements, "element") + ", arrays of " + counted(all_bytes, "byte") + "\n\n";
 
   rows = {{"file", "bytes"}};
   for (const auto& file : checkpoint.files()) {

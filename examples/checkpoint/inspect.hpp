@@ -10,7 +10,7 @@ namespace checkpoint_tool {
 /// One line: step, ranks, parameters, bytes.
 [[nodiscard]] std::string summary_of(const zero::Checkpoint& checkpoint);
 
-/// Groups' options, a table of parameters, and the files.
+/// Groups' options, a table of parameters and their totals, and the files.
 [[nodiscard]] std::string table_of(const zero::Checkpoint& checkpoint);
 
 /// The same, for programs.

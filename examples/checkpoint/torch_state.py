@@ -13,12 +13,10 @@ A parameter keeps its name in the file where PyTorch knows it (`torch.optim.Adam
 model.named_parameters())`, since 2.6) or is told here: `names` lists those of all parameters, group
 by group. Without names, parameters are matched by their order.
 
-The weights are no part of it. They are tensors of the file that `zero-checkpoint consolidate`
-writes, under the parameters' own names, beside the state:
+The weights are no part of it. `zero-checkpoint weights` writes them, of tied ones once:
 
-    from safetensors import safe_open
-    with safe_open("model.safetensors", "pt") as file:
-        model.load_state_dict({name: file.get_tensor(name) for name in model.state_dict()})
+    from safetensors.torch import load_model
+    load_model(model, "weights.safetensors")
 """
 
 import json

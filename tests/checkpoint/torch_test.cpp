@@ -397,6 +397,7 @@ TEST_CASE("what PyTorch has no optimizer for is not written for it") {
   }));
   const zero::Checkpoint lamb(folder / "lamb");
   CHECK_THROWS_WITH(zero::save_torch(lamb, folder / "state"),
-                    Catch::Contains("its optimizer is not Adam, AdamW or Sgd"));
+                    Catch::Contains("its optimizer is not Adam, AdamW or Sgd") &&
+                        Catch::Contains("zero-checkpoint weights"));
   CHECK(!std::filesystem::exists(folder / "state"));
 }

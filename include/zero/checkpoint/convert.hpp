@@ -8,10 +8,12 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/checkpoint/checkpoint.hpp"
 #include "zero/checkpoint/info.hpp"
+#include "zero/checkpoint/safetensors.hpp"
 #include "zero/detail/checkpoint_file.hpp"
 #include "zero/detail/checkpoint_pieces.hpp"
 #include "zero/detail/checkpoint_writer.hpp"
@@ -57,6 +59,40 @@ inline void consolidate(const Checkpoint& from, const std::filesystem::path& fil
                             to.write(i, a, begin, width, bytes);
                           });
   });
+  to.commit();
+}
+
+/// Writes the values alone, as one safetensors file that readers of weights take: each parameter's
+/// under its own name, in its own shape and type, of tied ones once; neither master copies nor
+/// optimizer state. It is no checkpoint, so `load` refuses it. Memory: two buffers of 1 MiB. Throws
+/// `CheckpointError`. What is damaged is found by `Checkpoint::verify`, not here.
+inline void save_weights(const Checkpoint& from, const std::filesystem::path& file) {
+  const std::vector<SavedParameter>& parameters = from.info().parameters;
+  const auto type_of = [&](std::size_t i) { return from.array(i, Checkpoint::values).type; };
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].tied()) order.push_back(i);
+  }
+  // Wider elements first, so that each tensor lies on a multiple of its elements' size.
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return detail::bytes_of(type_of(a)) > detail::bytes_of(type_of(b));
+  });
+  std::vector<TensorEntry> tensors;
+  for (const std::size_t i : order) {
+    tensors.push_back(detail::entry_of(parameters[i].name, type_of(i), parameters[i].shape,
+                                       tensors.empty() ? 0 : tensors.back().end));
+  }
+  detail::SummedFile to(file, std::move(tensors), {{"format", "pt"}});
+  detail::Writer writer(to.file(), detail::transfer_bytes, to.data_begin());
+  std::vector<std::byte> part(detail::transfer_bytes);
+  for (std::size_t t = 0; t < order.size(); ++t) {
+    writer.start_tensor();
+    detail::read_in_parts(
+        from, order[t], Checkpoint::values, {0, parameters[order[t]].elements()}, part,
+        [&](std::size_t, std::span<const std::byte> bytes) { writer.write(bytes); });
+    to.set_checksum(t, writer.checksum());
+  }
+  writer.flush();
   to.commit();
 }
 

@@ -320,7 +320,8 @@ class TorchReader {
   }
   throw CheckpointError(from.path().string() +
                         ": its optimizer is not Adam, AdamW or Sgd, the ones that PyTorch has, "
-                        "too; its weights alone are in what consolidate writes");
+                        "too; zero::save_weights or `zero-checkpoint weights` writes its values "
+                        "alone");
 }
 
 /// A tensor of a file that is about to be written: an array, or a number of steps.
@@ -357,7 +358,7 @@ void load_torch(Optimizer& optimizer, const std::filesystem::path& file) {
 /// Writes the optimizer state of a checkpoint, a folder or a single file, as PyTorch's optimizer of
 /// the same meaning loads it: `optimizer.load_state_dict(load_optimizer(file))`. PyTorch's is to be
 /// given the same groups of parameters in the same order, without tied and frozen ones. Not in it:
-/// values (use what `consolidate` writes), loss scale, seed. Memory: two buffers of 1 MiB. PyTorch
+/// values (`save_weights` writes them), loss scale, seed. Memory: two buffers of 1 MiB. PyTorch
 /// keeps step counts as floats, exactly up to 16 777 216. Throws `CheckpointError`, also for an
 /// optimizer that PyTorch hasn't. What is damaged is found by `Checkpoint::verify`, not here.
 inline void save_torch(const Checkpoint& from, const std::filesystem::path& file) {
