@@ -182,6 +182,17 @@ TEST_CASE("weights that can't be written leave the file before") {
   CHECK(folder.names() == std::vector<std::string>{"saved", "weights"});
 }
 
+TEST_CASE("what is no checkpoint can't take the place of the one that is read") {
+  const Folder folder;
+  (void)save(folder / "saved", false);
+  zero::consolidate(zero::Checkpoint(folder / "saved"), folder / "one");
+  const zero::Checkpoint one(folder / "one");
+  const std::string before = checkpoints::text_of_file(folder / "one");
+  CHECK_THROWS_WITH(zero::save_weights(one, folder / "." / "one"),
+                    ContainsSubstring("write to another file"));
+  CHECK(checkpoints::text_of_file(folder / "one") == before);
+}
+
 TEST_CASE("a store made of a checkpoint may be given other units") {
   const Folder folder;
   const auto expected = save(folder / "saved", false);

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,15 @@ void read_in_parts(const Checkpoint& from, std::size_t parameter, std::size_t ar
   }
 }
 
+/// What is written from a checkpoint and is none itself must not take its place.
+inline void require_other_file(const Checkpoint& from, const std::filesystem::path& file) {
+  std::error_code missing;
+  if (!std::filesystem::equivalent(from.path(), file, missing)) return;
+  throw UsageError(file.string() +
+                   " is the checkpoint that is read, whose state would be lost; write to another "
+                   "file");
+}
+
 }  // namespace detail
 
 /// Writes a checkpoint as one safetensors file: each parameter's values under its own name, in its
@@ -65,8 +75,10 @@ inline void consolidate(const Checkpoint& from, const std::filesystem::path& fil
 /// Writes the values alone, as one safetensors file that readers of weights take: each parameter's
 /// under its own name, in its own shape and type, of tied ones once; neither master copies nor
 /// optimizer state. It is no checkpoint, so `load` refuses it. Memory: two buffers of 1 MiB. Throws
-/// `CheckpointError`. What is damaged is found by `Checkpoint::verify`, not here.
+/// `UsageError` for the file that is read, and `CheckpointError`. What is damaged is found by
+/// `Checkpoint::verify`, not here.
 inline void save_weights(const Checkpoint& from, const std::filesystem::path& file) {
+  detail::require_other_file(from, file);
   const std::vector<SavedParameter>& parameters = from.info().parameters;
   const auto type_of = [&](std::size_t i) { return from.array(i, Checkpoint::values).type; };
   std::vector<std::size_t> order;

@@ -362,6 +362,7 @@ void load_torch(Optimizer& optimizer, const std::filesystem::path& file) {
 /// keeps step counts as floats, exactly up to 16 777 216. Throws `CheckpointError`, also for an
 /// optimizer that PyTorch hasn't. What is damaged is found by `Checkpoint::verify`, not here.
 inline void save_torch(const Checkpoint& from, const std::filesystem::path& file) {
+  detail::require_other_file(from, file);
   using detail::TorchTensor;
   const CheckpointInfo& info = from.info();
   const detail::TorchRule rule = detail::torch_rule_of(from);
