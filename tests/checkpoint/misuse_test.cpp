@@ -175,7 +175,7 @@ void check_refused(const std::string& text, Misuse misuse) {
 
 template <class Stage>
 void check_all_misuse() {
-  const std::string begun = "gradients were marked, leased or accumulated in this step";
+  const std::string begun = "gradients were marked or leased, or accumulated, in this step";
   check_refused<Stage>(begun, [](auto& rank, bool wrongly, const auto& call) {
     if (wrongly) {
       rank.write(0);
@@ -350,7 +350,7 @@ TEST_CASE("A rank that can't write: the save fails on all, and the one before st
         CHECK(failure.kind == Kind::checkpoint);
         CHECK_THAT(failure.text, ContainsSubstring("rank " + std::to_string(odd) + ": ") &&
                                      ContainsSubstring((folder / "file" / "below").string()) &&
-                                     ContainsSubstring("check the path"));
+                                     ContainsSubstring("choose another path"));
       }
     }
   }

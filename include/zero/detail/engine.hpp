@@ -396,7 +396,8 @@ class Engine {
     if constexpr (State::pools_gradients) begun = begun || marks_.any_written() || accumulated_;
     if (begun) {
       return verb +
-             ": gradients were marked, leased or accumulated in this step; call it between steps";
+             ": gradients were marked or leased, or accumulated, in this step; call it between "
+             "steps";
     }
     if constexpr (Stage::shards_values) {
       try {
