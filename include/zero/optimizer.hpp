@@ -13,13 +13,11 @@
 ///     need (amsgrad's third, SGD's momentum); the others are not allocated. Default: all.
 ///  3. optionally `void validate() const`: throws `UsageError` for options that make no sense. Run
 ///     at construction and before every step, for every group.
-///  3a. optionally `static void for_each_option(Self& self, F&& f)`, where `Self` is the optimizer
-///  or
-///     const: calls `f("name", self.option)` for every option, each a number, a bool or an
+///  3a. optionally `static void for_each_option(Self& self, F&& f)`, `Self` being the optimizer,
+///     const or not: calls `f("name", self.option)` for every option, each a number, a bool or an
 ///     enumeration. With it checkpoints keep the groups' options, and loading brings them back.
-///  3b. optionally `static constexpr std::string_view name`: by which checkpoints know it, so that
-///  its
-///     state is not taken for that of another with equal slots.
+///  3b. optionally `static constexpr std::string_view name`: what checkpoints call it, so that its
+///     state is not taken for that of another optimizer with equal slots.
 ///
 /// Before every step ranks compare what their options do to a few made-up numbers (for whole-tensor
 /// optimizers in a tensor of shape {2, 2} or {4}), so `scalars` and `update` are called for that.

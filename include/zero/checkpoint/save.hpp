@@ -192,8 +192,8 @@ template <class State>
 /// 5 MiB).
 ///
 /// Saved are all values (of frozen parameters too), master copies, slots, step counts, groups'
-/// options (`NamesOptions`), the dynamic loss scale, the seed of stochastic rounding, and rank 0's
-/// `notes`, in UTF-8: whatever else the program needs to go on, which it finds in
+/// options (`for_each_option`), the dynamic loss scale, the seed of stochastic rounding, and rank
+/// 0's `notes`, in UTF-8: whatever else the program needs to go on, which it finds in
 /// `Checkpoint::info`. Not: gradients, `clip_grad_norm`, settings, policies.
 ///
 /// Throws `CheckpointError` on all ranks where one can't write; `UsageError` on all ranks where

@@ -144,8 +144,8 @@ struct EngineAccess {
   template <class Optimizer>
   [[nodiscard]] static decltype(auto) engine_of(Optimizer& optimizer) noexcept {
     static_assert(has_engine<Optimizer>,
-                  "zero: this takes a zero::ZeroSharded that is not const (the optimizer first, "
-                  "then the path)");
+                  "zero: this takes a zero::ZeroSharded that is not const; where there is a path, "
+                  "too, the optimizer comes first");
     if constexpr (has_engine<Optimizer>) return (*optimizer.engine_);
   }
 
