@@ -348,9 +348,10 @@ TEST_CASE("A rank that can't write: the save fails on all, and the one before st
           async);
       for (const Failure& failure : failures) {
         CHECK(failure.kind == Kind::checkpoint);
-        CHECK_THAT(failure.text, ContainsSubstring("rank " + std::to_string(odd) + ": ") &&
-                                     ContainsSubstring((folder / "file" / "below").string()) &&
-                                     ContainsSubstring("choose another path"));
+        CHECK_THAT(failure.text,
+                   ContainsSubstring("rank " + std::to_string(odd) + ": ") &&
+                       ContainsSubstring((folder / "file" / "below").string()) &&
+                       ContainsSubstring(odd == 0 ? "choose another path" : "check the path"));
       }
     }
   }
