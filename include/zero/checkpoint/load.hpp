@@ -101,7 +101,7 @@ class LoadPlan {
     return text + "]";
   }
 
-  /// By name, in whatever order.
+  /// By name, in whatever order. Construction has refused a store in which two have one name.
   void match_parameters() {
     const std::vector<SavedParameter>& saved = from_.info().parameters;
     std::unordered_map<std::string, std::size_t> by_name;
@@ -112,7 +112,6 @@ class LoadPlan {
       if (found == by_name.end()) {
         refuse(i, "is not in it; load into the same parameters, by name, as were saved");
       }
-      if (used[found->second]) refuse(i, "has a name that another has, too; give it its own");
       used[found->second] = true;
       saved_.push_back(found->second);
       match(i, saved[found->second]);
