@@ -7,8 +7,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <exception>
 #include <filesystem>
 #include <map>
 #include <memory>
