@@ -104,6 +104,9 @@ concept RebindableGradient =
 
 /// A sized random-access range of parameters. A `std::vector<ParamRef<float>>` is one, and so is
 /// any container transformed element by element into parameters.
+///
+/// Optionally it has a `before_step()`, which `step` calls on every rank before it reads anything.
+/// What it throws as `UsageError` refuses the step, on all ranks.
 template <class S>
 concept ParamStore = std::ranges::random_access_range<S> && std::ranges::sized_range<S> &&
                      Parameter<std::remove_cvref_t<std::ranges::range_reference_t<S>>>;

@@ -629,6 +629,7 @@ class Engine {
                            "', which was not asked for at construction; construct with it on");
         }
       }
+      reader_.before_step();
       reader_.require_size("step", false);
       if constexpr (State::on_device) way_.require_marks_alike(on...);
       if (!postponed_.empty()) throw UsageError(std::exchange(postponed_, {}));

@@ -46,6 +46,16 @@ class StoreReader {
                      std::to_string(state_.parameters.size()) +
                      "; call add_param_group where it has grown, and take none away");
   }
+  /// A store may have a word to say.
+  void before_step() {
+    if constexpr (requires { state_.store().before_step(); }) {
+      try {
+        state_.store().before_step();
+      } catch (const UsageError& error) {
+        throw UsageError(std::string("step: ") + error.what());
+      }
+    }
+  }
   /// Where values lie elsewhere than when they were laid out.
   void require_unmoved(std::size_t i) {
     detail::visit_span(detail::parameter_at(state_.store(), i).values(), [&]<class T>(

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file
+/// Makes all ranks' parameters those of one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <ranges>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "zero/communicator.hpp"
+#include "zero/detail/hash.hpp"
+#include "zero/detail/inspect.hpp"
+#include "zero/error.hpp"
+#include "zero/parameter.hpp"
+
+namespace zero {
+
+namespace detail {
+
+/// All ranks of all groups, where there are several.
+template <class Comm>
+decltype(auto) all_ranks_of(Comm& comm) {
+  if constexpr (ReplicatedCommunicator<Comm>) {
+    return (comm.world());
+  } else {
+    return (comm);
+  }
+}
+
+/// Throws `UsageError` on all ranks where `mine` isn't the same number on all.
+template <class Comm>
+void require_alike(Comm& comm, std::uint64_t mine, const std::string& what) {
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(comm.size()));
+  comm.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))).wait();
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    if (all[r] != all[0])
+      throw UsageError(what + " differ between ranks 0 and " + std::to_string(r));
+  }
+}
+
+}  // namespace detail
+
+/// Collective: every parameter's values become those of rank `root`, frozen ones' too. Optimizers
+/// ask for equal values; this makes them so where ranks initialised theirs by chance. To be called
+/// before the optimizer is made. With groups of replicas `root` counts in all ranks.
+///
+/// Throws `UsageError` on all ranks, and changes nothing, where their stores differ in names,
+/// shapes or element types; and what the communicator throws.
+template <class Store, class Comm>
+  requires ParamStore<std::remove_reference_t<Store>>
+void broadcast_values(Store&& store, Comm& comm, int root = 0) {
+  using Param = parameter_t<std::remove_reference_t<Store>>;
+  static_assert(memory_space_of<Param> == MemorySpace::host,
+                "zero: broadcast_values takes parameters in host memory");
+  auto& everyone = detail::all_ranks_of(comm);
+  const std::size_t count = std::ranges::size(store);
+  detail::Hash shapes;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto&& parameter = detail::parameter_at(store, i);
+    const std::string name{std::string_view(parameter.name())};
+    shapes.add(name.data(), name.size());
+    detail::visit_span(parameter.values(), [&](auto values) {
+      using T = typename decltype(values)::value_type;
+      shapes.add(static_cast<std::uint64_t>(element_traits<T>::type));
+      shapes.add(values.size());
+    });
+  }
+  detail::require_alike(everyone, shapes.value(),
+                        "broadcast_values: the parameters' names, sizes or types");
+  for (std::size_t i = 0; i < count; ++i) {
+    auto&& parameter = detail::parameter_at(store, i);
+    if (attributes_of(parameter).alias) continue;  // the same memory, or moved to it
+    detail::visit_span(parameter.values(),
+                       [&](auto values) { everyone.broadcast(values, root).wait(); });
+  }
+}
+
+}  // namespace zero
