@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "task.hpp"
 
+#include <ATen/Parallel.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -20,6 +21,9 @@
 #include "../bert/random.hpp"
 #include "data.hpp"
 
+// OpenBLAS's own; another BLAS has no such function.
+extern "C" [[gnu::weak]] void openblas_set_num_threads(int threads);
+
 namespace example {
 
 namespace {
@@ -33,8 +37,8 @@ class Transformer : public Model {
  public:
   Transformer(const Options& options, std::int64_t characters)
       : embedding_(register_module("embedding", nn::Embedding(characters, options.width))),
-        positions_(register_parameter(
-            "positions", 0.02 * torch::randn({options.context, 1, options.width}))),
+        positions_(register_parameter("positions",
+                                      0.02 * torch::randn({options.context, 1, options.width}))),
         encoder_(register_module(
             "encoder", nn::TransformerEncoder(nn::TransformerEncoderOptions(
                            nn::TransformerEncoderLayerOptions(options.width, options.width / 32)
@@ -146,7 +150,7 @@ class TextTask : public Task {
            " different ones; a batch has " + std::to_string(options_.batch) + " pieces of " +
            std::to_string(options_.context);
   }
-  std::int64_t default_steps() const override { return 150; }
+  std::int64_t default_steps() const override { return 100; }
 
  private:
   std::int64_t classes() const { return static_cast<std::int64_t>(characters_.known.size()); }
@@ -181,8 +185,7 @@ class DigitsTask : public Task {
                         static_cast<std::uint64_t>(step));
     std::vector<std::int64_t> chosen;
     for (std::int64_t i = 0; i < options_.batch; ++i) {
-      chosen.push_back(
-          static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(train_))));
+      chosen.push_back(static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(train_))));
     }
     return these(chosen);
   }
@@ -209,6 +212,11 @@ class DigitsTask : public Task {
 };
 
 }  // namespace
+
+void compute_on_one_thread() {
+  at::set_num_threads(1);
+  if (&openblas_set_num_threads != nullptr) openblas_set_num_threads(1);
+}
 
 std::unique_ptr<Task> make_task(const Options& options) {
   if (options.model == "conv") return std::make_unique<DigitsTask>(options);

@@ -42,6 +42,10 @@ class Task {
   [[nodiscard]] virtual std::int64_t default_steps() const = 0;
 };
 
+/// Lets torch compute each rank on its own thread only: ranks share the processors, and sums that
+/// torch splits among threads have other bits for other numbers of them.
+void compute_on_one_thread();
+
 /// Reads the data. Throws `bert::InputError`.
 [[nodiscard]] std::unique_ptr<Task> make_task(const Options& options);
 
