@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <zero/interop/torch/params.hpp>
+#include <ATen/ops/zeros.h>
+#include <zero/interop/torch/param.hpp>
 
 int main() {
-  const zero::BasicTorchParams<float> params{std::vector<at::Tensor>{at::zeros({2, 3})}};
-  return params.size() == 1 && params[0].shape().size() == 2 ? 0 : 1;
+  const zero::BasicTorchParam<float> param("a", at::zeros({2, 3}));
+  return param.shape().size() == 2 ? 0 : 1;
 }
