@@ -40,7 +40,8 @@ struct LayerParams {
 };
 
 /// All layers' from input to output, for a network with a loss layer; frozen where the learning
-/// rate multiplier is 0. It points into `net`: don't assign, move or load that while it is in use.
+/// rate multiplier is 0 (other multipliers are for dlib's solvers). It points into `net`: don't
+/// assign, move or load that while it is in use.
 /// @throw zero::UsageError before the first forward pass, in which dlib makes parameters
 template <class Net>
 [[nodiscard]] std::vector<LayerParams> parameters_of(Net& net) {
