@@ -83,7 +83,8 @@ class TorchHooks {
   };
 
   struct Hook {
-    std::shared_ptr<::torch::autograd::Node> accumulator;  ///< autograd itself would let go of it
+    decltype(::torch::autograd::impl::grad_accumulator(
+        {})) accumulator;  ///< autograd itself would let go of it
     std::uintptr_t key;
   };
   std::vector<Hook> hooks_{};

@@ -3,8 +3,8 @@
 /// A libtorch tensor as a parameter.
 #pragma once
 
-#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>

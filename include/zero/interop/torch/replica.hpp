@@ -4,8 +4,9 @@
 /// optimizer that knows of no ranks. The parameters' own values: `broadcast_values`.
 #pragma once
 
-#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
