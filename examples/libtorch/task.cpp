@@ -150,7 +150,7 @@ class TextTask : public Task {
            " different ones; a batch has " + std::to_string(options_.batch) + " pieces of " +
            std::to_string(options_.context);
   }
-  std::int64_t default_steps() const override { return 100; }
+  std::int64_t default_steps() const override { return 150; }
 
  private:
   std::int64_t classes() const { return static_cast<std::int64_t>(characters_.known.size()); }

@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "options.hpp"
+#include "train.hpp"
 
 namespace example {
 
