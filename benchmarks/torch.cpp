@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #if ZERO_BENCH_GLOO
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -159,6 +160,67 @@ const Row adapter("torch/adapter", [](Sheet& sheet) {
 const Row small("torch/adapter_tiny", [](Sheet& sheet) {
   against_pointers(sheet, bert::shapes_of(bert::config_of("tiny"), bert::Head::pooler), 50, {},
                    "50 steps of BERT-tiny");
+});
+
+/// Training at stage 2, with hooks and without.
+class Trained {
+ public:
+  Trained(Team& team, bool hooked) : team_(&team) {
+    team.run([&](int r) {
+      Rank& rank = ranks_[static_cast<std::size_t>(r)];
+      for (int i = 0; i < layers; ++i) {
+        rank.net.push_back(torch::nn::Linear(width, width));
+        for (const at::Tensor& parameter : rank.net.back()->parameters()) {
+          rank.tensors.push_back(parameter);
+        }
+      }
+      rank.params.emplace(rank.tensors);
+      zero::InProcessCommunicator comm = world_.communicator(r);
+      zero::broadcast_values(*rank.params, comm);
+      rank.optimizer.emplace(zero::Adam{}, *rank.params, std::move(comm), zero::ParamView{4 << 20},
+                             zero::Stage2{});
+      if (hooked) rank.hooks.emplace(*rank.optimizer);
+      rank.input = torch::full({samples, width}, 1e-2F * static_cast<float>(r + 1));
+    });
+  }
+  void step() {
+    team_->run([&](int r) {
+      Rank& rank = ranks_[static_cast<std::size_t>(r)];
+      at::Tensor x = rank.input;
+      for (auto& layer : rank.net) x = torch::relu(layer->forward(x));
+      x.mean().backward();
+      rank.optimizer->step();
+    });
+  }
+  /// How much of the time that reductions took is hidden behind backward.
+  [[nodiscard]] double hidden() const { return ranks_[0].optimizer->traffic().reduce.hidden(); }
+
+ private:
+  static constexpr int layers = 8, width = 1024, samples = 256;
+  using Optimizer = zero::ZeroSharded<zero::Adam, Params&, zero::InProcessCommunicator,
+                                      zero::ContiguousPartition, zero::ParamView, zero::Stage2>;
+  struct Rank {
+    std::vector<torch::nn::Linear> net{};
+    std::vector<at::Tensor> tensors{};
+    at::Tensor input{};
+    std::optional<Params> params{};
+    std::optional<Optimizer> optimizer{};
+    std::optional<zero::TorchHooks> hooks{};
+  };
+  Team* team_;
+  zero::InProcessWorld world_{world};
+  std::array<Rank, world> ranks_{};
+};
+
+const Row overlap("torch/hooks", [](Sheet& sheet) {
+  Team team(world);
+  Trained hooked(team, true), plain(team, false);
+  const Pairs pairs = run_pairs([&] { hooked.step(); }, [&] { plain.step(); }, 21);
+  sheet.ratio("", pairs, {},
+              "forward, backward and step of 8 layers of 1024 x 1024, K=2, Stage2: with hooks " +
+                  milliseconds(pairs.subject) + " (" + text(100 * hooked.hidden(), "%") +
+                  " of reducing hidden), without " + milliseconds(pairs.reference) + " (" +
+                  text(100 * plain.hidden(), "%") + ")");
 });
 
 #if ZERO_BENCH_GLOO
