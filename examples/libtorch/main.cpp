@@ -148,7 +148,8 @@ void add_options(CLI::App& app, Options& options) {
   number("--batch", options.batch, 1, 1e6, "images, or pieces of text, a rank and step");
   number("--lr", options.lr, 0, 1e3, "learning rate");
   number("--seed", options.seed, 0, 1e15, "of weights and batches");
-  number("--width", options.width, 32, 1e5, "of the transformer; a head has 32");
+  number("--width", options.width, 32, 1e5,
+         "of the transformer: a multiple of 32, which is a head's");
   number("--layers", options.layers, 1, 1000, "of the transformer");
   number("--context", options.context, 2, 1e5, "characters that the transformer sees");
   app.add_option("--digits", options.digits, "scikit-learn's digits.csv, unpacked")
@@ -170,7 +171,8 @@ int run(const Options& options, bool speaks) {
 int main(int argc, char** argv) {
   const bool speaks = launched("OMPI_COMM_WORLD_RANK", "PMI_RANK") == 0;
   Options options;
-  if (launched("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") > 1) options.communicator = "mpi";
+  const int processes = launched("OMPI_COMM_WORLD_SIZE", "PMI_SIZE");
+  if (processes > 1) options.communicator = "mpi";
   CLI::App app{"Trains a libtorch model on ranks, its optimizer replicated or sharded."};
   add_options(app, options);
   try {
@@ -179,9 +181,14 @@ int main(int argc, char** argv) {
     return speaks ? app.exit(error) : error.get_exit_code();
   }
   try {
+    if (processes > 0 && options.communicator == "mpi" && app.count("--ranks") > 0 &&
+        options.ranks != processes) {
+      throw bert::InputError("--ranks " + std::to_string(options.ranks) + ": mpirun started " +
+                             std::to_string(processes) + " processes, each of which is a rank");
+    }
     return run(options, speaks);
-  } catch (const bert::InputError& error) {  // the same on all ranks
-    if (speaks) std::fprintf(stderr, "libtorch_train: %s\n", error.what());
+  } catch (const bert::InputError& error) {
+    std::fprintf(stderr, "libtorch_train: %s\n", error.what());
     return 2;
   } catch (const std::exception& error) {
     // Peers may be gone, and MPI_Finalize would wait for them.

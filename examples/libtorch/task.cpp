@@ -118,11 +118,19 @@ class TextTask : public Task {
  public:
   explicit TextTask(const Options& options)
       : options_(options), characters_(read_characters(options.text)) {
+    if (options.width % 32 != 0) {
+      throw bert::InputError("--width " + std::to_string(options.width) +
+                             ": give a multiple of 32, which is the width of a head");
+    }
     ids_ = tensor_of(characters_.ids);
     train_ = share_to_train(ids_.numel());
     // Of a longer test one would wait more than one learns.
     tests_ = std::min<std::int64_t>(64, (ids_.numel() - train_ - 1) / options.context);
-    if (tests_ < 1) throw bert::InputError("--context: more than a tenth of the text; give less");
+    if (tests_ < 1) {
+      throw bert::InputError("--context " + std::to_string(options.context) +
+                             ": the tenth of the text that is for the test is shorter; give less, "
+                             "or more text");
+    }
   }
 
   std::shared_ptr<Model> make_model(std::uint64_t seed) const override {
