@@ -2,6 +2,9 @@
 // The training loop of one rank, the same for ranks that are threads and ranks that are processes.
 #include "train.hpp"
 
+// First: libtorch 1.13's other headers lack it where the compiler is clang.
+#include <ATen/core/ivalue.h>
+//
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
