@@ -135,7 +135,8 @@ struct TorchSlots<::torch::optim::RMSprop> {
   }
 };
 
-/// The sum is 0, not `initial_accumulator_value`, as long as a parameter has not been stepped.
+/// The sum is 0, not `initial_accumulator_value`, as long as a parameter has not been stepped. Each
+/// group starts from its own value, where libtorch takes that of its defaults for all.
 template <>
 struct TorchSlots<::torch::optim::Adagrad> {
   using Options = ::torch::optim::AdagradOptions;
