@@ -171,5 +171,5 @@ TEST_CASE("torch checkpoint: of another optimizer it is refused") {
   const Plan load{.ranks = 1, .load = folder / "saved"};
   CHECK_THROWS_AS(run(other_adams, load), zero::CheckpointError);
   CHECK_THROWS_WITH(run(other_adams, load),
-                    ContainsSubstring("'Sgd'") && ContainsSubstring("'Adam'"));
+                    ContainsSubstring("\"Sgd\"") && ContainsSubstring("\"Adam\""));
 }
