@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <random>
@@ -60,6 +61,7 @@ class BasicLion : public ::torch::optim::Optimizer {
     const at::NoGradGuard no_grad;
     for (auto& group : param_groups_) {
       const double lr = static_cast<LionOptions&>(group.options()).lr();
+      TORCH_CHECK(lr < 100, "a rate that only a step refuses");
       for (at::Tensor& parameter : group.params()) {
         const at::Tensor gradient = parameter.grad();
         if (!gradient.defined()) continue;
@@ -480,6 +482,23 @@ TEST_CASE("torch optimizer: parameters in plain memory have views") {
   CHECK(std::ranges::all_of(sharded.state()[0].values, [](float x) { return x == 0.1F; }));
   state.exp_avg().fill_(7);
   CHECK(sharded.state()[0].values[0] == 0.1F);
+}
+
+TEST_CASE("torch optimizer: what a step throws on one rank, the others learn of") {
+  at::set_num_threads(1);
+  const auto thrown = ranks::run(2, [&](zero::InProcessCommunicator& comm) {
+    Store store = make_store();
+    std::vector<TorchOptimizer<Lion>> groups{{LionOptions(.1)}, {LionOptions(.2)}};
+    zero::ZeroSharded sharded{zero::Groups<TorchOptimizer<Lion>>{groups}, store, comm,
+                              zero::BalancedPartition{}, zero::Stage1{}};
+    if (comm.rank() == 0) sharded.groups()[0].options.lr(100);
+    give_mean_gradients(store, 1, 0);
+    sharded.step();
+  });
+  CHECK_THROWS_AS(std::rethrow_exception(thrown[0]), c10::Error);
+  const ranks::Failure failure = ranks::failure_of(thrown[1]);
+  CHECK(failure.kind == ranks::Failure::Kind::communicator);
+  CHECK_THAT(failure.text, ContainsSubstring("only a step refuses"));
 }
 
 // ---- update, called as the engine calls it

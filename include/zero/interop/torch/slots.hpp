@@ -3,6 +3,10 @@
 /// What zero must know of an optimizer of libtorch's to keep its state: `TorchSlots`.
 #pragma once
 
+// First, or clang can't read libtorch 1.13 as C++20: a vector of this type is used before it is
+// defined.
+#include <ATen/core/ivalue.h>
+
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -89,7 +93,8 @@ struct TorchSlots<::torch::optim::AdamW>
   static constexpr std::string_view name = "AdamW";
 };
 
-/// In checkpoints the same as `zero::Sgd`.
+/// In checkpoints the same as `zero::Sgd`. Momentum that is turned on later starts from zeros,
+/// where libtorch's starts from the first gradient.
 template <>
 struct TorchSlots<::torch::optim::SGD> {
   using Options = ::torch::optim::SGDOptions;
