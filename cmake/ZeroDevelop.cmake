@@ -15,8 +15,13 @@ if(PROJECT_IS_TOP_LEVEL)
   find_program(ZERO_CCACHE ccache)
   mark_as_advanced(ZERO_CCACHE)
   if(ZERO_CCACHE AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
-    set(CMAKE_CXX_COMPILER_LAUNCHER ${ZERO_CCACHE})
+    # Without these it caches nothing that uses precompiled headers.
+    set(CMAKE_CXX_COMPILER_LAUNCHER
+        ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros ${ZERO_CCACHE})
   endif()
+  # g++ is a tenth faster when it collects garbage late; a file of ours needs less than a gigabyte anyway.
+  add_compile_options(
+    "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:SHELL:--param ggc-min-heapsize=1000000 --param ggc-min-expand=100>")
 endif()
 
 include(${CMAKE_CURRENT_LIST_DIR}/ZeroWarnings.cmake)

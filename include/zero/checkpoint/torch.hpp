@@ -337,11 +337,12 @@ struct TorchTensor {
 }  // namespace detail
 
 /// Collective, between steps: loads slots, step counts and options out of a PyTorch optimizer's
-/// state into an optimizer of `Adam`, `AdamW` or `Sgd`; of the same groups, at any world size and
-/// under any policies. Values stay as they are: copy PyTorch's weights into the parameters before.
-/// State that PyTorch has not made yet is that of a parameter that was never stepped. PyTorch's SGD
-/// counts no steps, so where it has a momentum buffer one is counted. Options that don't change
-/// what is computed (foreach, fused, capturable, differentiable) are ignored.
+/// state into an optimizer of `Adam`, `AdamW` or `Sgd`, or of libtorch's (`TorchOptimizer`); of the
+/// same groups, at any world size and under any policies. Values stay as they are: copy PyTorch's
+/// weights into the parameters before. State that PyTorch has not made yet is that of a parameter
+/// that was never stepped. PyTorch's SGD counts no steps, so where it has a momentum buffer one is
+/// counted. Options that don't change what is computed (foreach, fused, capturable, differentiable)
+/// are ignored.
 ///
 /// Throws as `load`.
 template <class Optimizer>

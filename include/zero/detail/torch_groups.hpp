@@ -19,6 +19,7 @@
 #include "zero/error.hpp"
 #include "zero/optim/adam.hpp"
 #include "zero/optim/sgd.hpp"
+#include "zero/optimizer.hpp"
 
 namespace zero::detail {
 
@@ -40,20 +41,22 @@ struct TorchRule {
   }
 };
 
+/// By the optimizer's name, since others than zero's own may keep the same (`TorchOptimizer`).
 template <class Opt>
 [[nodiscard]] TorchRule torch_rule() {
+  constexpr std::string_view name = optimizer_name<Opt>();
   static_assert(
-      std::is_same_v<Opt, Adam> || std::is_same_v<Opt, AdamW> || std::is_same_v<Opt, Sgd>,
+      name == Adam::name || name == AdamW::name || name == Sgd::name,
       "PyTorch's optimizer state is known for zero::Adam, zero::AdamW and zero::Sgd; for another "
       "optimizer use zero::save and zero::load");
-  TorchRule rule{.name = "Sgd"};
-  if constexpr (!std::is_same_v<Opt, Sgd>) {
-    rule.decoupled = std::is_same_v<Opt, AdamW>;
-    rule.name = *rule.decoupled ? "AdamW" : "Adam";
-  }
-  Opt options{};
-  Opt::for_each_option(options, [&](const char* name, auto&) { rule.options.emplace_back(name); });
-  rule.slots.assign(Opt::slots.begin(), Opt::slots.end());
+  using Known = std::conditional_t<name == Adam::name, Adam,
+                                   std::conditional_t<name == Sgd::name, Sgd, AdamW>>;
+  TorchRule rule{.name = Known::name.data()};
+  if constexpr (!std::is_same_v<Known, Sgd>) rule.decoupled = std::is_same_v<Known, AdamW>;
+  Known options{};
+  Known::for_each_option(options,
+                         [&](const char* option, auto&) { rule.options.emplace_back(option); });
+  rule.slots.assign(Known::slots.begin(), Known::slots.end());
   return rule;
 }
 
