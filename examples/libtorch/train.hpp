@@ -14,7 +14,7 @@ namespace example {
 
 /// What the command line says.
 struct Options {
-  std::string model = "conv", communicator = "threads", mode = "compare";
+  std::string model = "conv", communicator = "threads", mode = "compare", optimizer = "adamw";
   int ranks = 2, stage = 1;
   std::int64_t steps = 0;  ///< 0: the model's own
   std::int64_t batch = 16;
