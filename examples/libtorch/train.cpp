@@ -14,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <span>
 #include <type_traits>
@@ -74,12 +73,8 @@ double accuracy(Model& model, const Task& task, Comm& comm) {
 }
 
 std::uint64_t hash_of(const at::Tensor& tensor, std::uint64_t hash) {
-  const float* const values = tensor.data_ptr<float>();
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    std::uint32_t bits = 0;
-    std::memcpy(&bits, values + i, sizeof bits);
-    hash = bert::mix(hash, bits);
-  }
+  const auto* const bytes = static_cast<const unsigned char*>(tensor.data_ptr());
+  for (std::size_t i = 0; i < tensor.nbytes(); ++i) hash = bert::mix(hash, bytes[i]);
   return hash;
 }
 
@@ -144,10 +139,11 @@ RunReport train(const Options& options, const Task& task, Comm& comm,
   for (const auto& parameter : params) {
     const at::Tensor& gradient = parameter.tensor().grad();
     if (gradient.defined()) mine.gradients += gradient.nbytes();
-    mine.hash = hash_of(parameter.tensor(), mine.hash);
   }
-  report.ranks = of_all_ranks(mine, comm);
   report.accuracy = accuracy(*model, task, comm);
+  for (const at::Tensor& tensor : model->parameters()) mine.hash = hash_of(tensor, mine.hash);
+  for (const at::Tensor& tensor : model->buffers()) mine.hash = hash_of(tensor, mine.hash);
+  report.ranks = of_all_ranks(mine, comm);
   return report;
 }
 

@@ -38,7 +38,7 @@ set(same "the same, bit for bit")
 run(0 "${same}" ${train})
 hash_of_run(threads)
 if(MPIEXEC)
-  # What threads come to, whatever is sharded; and what was asked of each process.
+  # Processes come to what threads do.
   foreach(stage 1 2)
     run(0 "${same}" ${MPIEXEC} ${NUMPROC_FLAG} 2 ${train} --stage ${stage})
     hash_of_run(processes)
