@@ -26,9 +26,9 @@
 
 #if EXAMPLE_MPI
 #include <zero/comm/mpi.hpp>
+#endif
 #ifdef __GLIBC__
 #include <malloc.h>
-#endif
 #endif
 
 #include "../bert/input_error.hpp"
@@ -78,6 +78,14 @@ std::uint64_t hash_of(const at::Tensor& tensor, std::uint64_t hash) {
   return hash;
 }
 
+/// Bytes of this process in memory, but for what has been freed.
+std::int64_t bytes_in_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+  return static_cast<std::int64_t>(bert::resident_bytes().value_or(0));
+}
+
 /// Has torch make, once, what it keeps for as long as the process lives, so that the first run's
 /// memory and time are its own.
 void warm_up(const Task& task) {
@@ -91,7 +99,7 @@ void warm_up(const Task& task) {
 template <class Comm, class Optimizer, class... Policies>
 RunReport train(const Options& options, const Task& task, Comm& comm,
                 const zero::Groups<Optimizer>& optimizers, Policies... policies) {
-  const std::uint64_t before = bert::resident_bytes().value_or(0);
+  const std::int64_t before = bytes_in_memory();
 
   // Every rank draws weights of its own, as one would without ranks; then all take those of rank 0.
   const std::shared_ptr<Model> model =
@@ -134,7 +142,7 @@ RunReport train(const Options& options, const Task& task, Comm& comm,
     mine.step_ms = Milliseconds(Clock::now() - begin).count() / static_cast<double>(steps - 1);
     mine.update_ms = Milliseconds(updates).count() / static_cast<double>(steps - 1);
   }
-  mine.grown = static_cast<std::int64_t>(bert::resident_bytes().value_or(0) - before);
+  mine.grown = bytes_in_memory() - before;
   mine.memory = optimizer.memory();
   for (const auto& parameter : params) {
     const at::Tensor& gradient = parameter.tensor().grad();
@@ -197,10 +205,6 @@ std::vector<RunReport> train_on_threads(const Options& options) {
 #if EXAMPLE_MPI
 
 std::vector<RunReport> train_over_mpi(const Options& options) {
-#ifdef __GLIBC__
-  // Large arrays go back to the system when they are freed, so that a process grows by what lives.
-  mallopt(M_MMAP_THRESHOLD, 1 << 16);
-#endif
   compute_on_one_thread();
   const std::unique_ptr<Task> task = make_task(options);
   warm_up(*task);
