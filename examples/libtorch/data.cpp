@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstddef>
 #include <string_view>
@@ -32,6 +33,12 @@ bool take(std::string_view& line, int most, bool last, int& number) {
 }  // namespace
 
 Digits read_digits(const std::filesystem::path& file) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(file, ignored)) {
+    throw InputError(file.string() +
+                     ": there is no such file; ./dev demo --libtorch fetches it, or unpack "
+                     "sklearn/datasets/data/digits.csv.gz of scikit-learn's package");
+  }
   const std::string text = bert::read_texts(std::span(&file, 1));
   const auto fail = [&](std::size_t line, const std::string& what) {
     return InputError(file.string() + ", line " + std::to_string(line) + ": " + what);

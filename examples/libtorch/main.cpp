@@ -142,6 +142,8 @@ void add_options(CLI::App& app, Options& options) {
        "what ranks are: threads, or the processes that mpirun started");
   word("--mode", options.mode, {"replicated", "sharded", "compare"},
        "where the optimizer's state is: on every rank, spread over them, or one after the other");
+  word("--optimizer", options.optimizer, {"adamw", "torch-adamw"},
+       "zero's AdamW, or torch::optim::AdamW, which steps whole tensors");
   number("--ranks", options.ranks, 1, 64, "how many threads; over MPI as many as mpirun started");
   number("--stage", options.stage, 1, 2, "what is sharded: 1, optimizer state; 2, gradients too");
   number("--steps", options.steps, 0, 1e9, "how many; 0: enough to see that it learns");
@@ -185,6 +187,9 @@ int main(int argc, char** argv) {
         options.ranks != processes) {
       throw bert::InputError("--ranks " + std::to_string(options.ranks) + ": mpirun started " +
                              std::to_string(processes) + " processes, each of which is a rank");
+    }
+    if (options.optimizer == "torch-adamw" && options.stage != 1) {
+      throw bert::InputError("--optimizer torch-adamw was compiled for --stage 1 alone");
     }
     return run(options, speaks);
   } catch (const bert::InputError& error) {

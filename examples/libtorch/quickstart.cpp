@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A libtorch model on two ranks with AdamW's state spread over them: DDP and ZeRO in C++.
-#include <torch/torch.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cstdio>
 #include <zero/interop/torch.hpp>

@@ -3,6 +3,9 @@
 /// The two models, as anyone writes them for libtorch, and the batches that they are trained on.
 #pragma once
 
+// First: libtorch 1.13's other headers lack it where the compiler is clang.
+#include <ATen/core/ivalue.h>
+//
 #include <torch/nn/module.h>
 #include <torch/types.h>
 

@@ -2,21 +2,26 @@
 // The training loop of one rank, the same for ranks that are threads and ranks that are processes.
 #include "train.hpp"
 
+// First: libtorch 1.13's other headers lack it where the compiler is clang.
+#include <ATen/core/ivalue.h>
+//
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <torch/optim/adamw.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 #include <zero/interop/torch.hpp>
+#include <zero/interop/torch/optimizer.hpp>
+#include <zero/partition/balanced.hpp>
 #include <zero/zero.hpp>
 
 #if EXAMPLE_MPI
@@ -68,12 +73,8 @@ double accuracy(Model& model, const Task& task, Comm& comm) {
 }
 
 std::uint64_t hash_of(const at::Tensor& tensor, std::uint64_t hash) {
-  const float* const values = tensor.data_ptr<float>();
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    std::uint32_t bits = 0;
-    std::memcpy(&bits, values + i, sizeof bits);
-    hash = bert::mix(hash, bits);
-  }
+  const auto* const bytes = static_cast<const unsigned char*>(tensor.data_ptr());
+  for (std::size_t i = 0; i < tensor.nbytes(); ++i) hash = bert::mix(hash, bytes[i]);
   return hash;
 }
 
@@ -86,8 +87,10 @@ void warm_up(const Task& task) {
 }
 
 /// Collective: trains and tells how it went. Rank 0 prints losses meanwhile.
-template <class Comm, class Stage>
-RunReport train(const Options& options, const Task& task, Comm& comm, Stage stage) {
+/// @param optimizers one for matrices and one for biases and norms
+template <class Comm, class Optimizer, class... Policies>
+RunReport train(const Options& options, const Task& task, Comm& comm,
+                const zero::Groups<Optimizer>& optimizers, Policies... policies) {
   const std::uint64_t before = bert::resident_bytes().value_or(0);
 
   // Every rank draws weights of its own, as one would without ranks; then all take those of rank 0.
@@ -100,9 +103,7 @@ RunReport train(const Options& options, const Task& task, Comm& comm, Stage stag
   zero::broadcast_values(params, comm);
   zero::broadcast_buffers(*model, comm);
 
-  const zero::AdamW matrices{.lr = options.lr, .weight_decay = 0.01};
-  const zero::AdamW biases_and_norms{.lr = options.lr, .weight_decay = 0};
-  zero::ZeroSharded optimizer{zero::Groups{matrices, biases_and_norms}, params, comm, stage};
+  zero::ZeroSharded optimizer{optimizers, params, comm, policies...};
   zero::TorchHooks hooks{optimizer};
 
   RunReport report;
@@ -138,10 +139,11 @@ RunReport train(const Options& options, const Task& task, Comm& comm, Stage stag
   for (const auto& parameter : params) {
     const at::Tensor& gradient = parameter.tensor().grad();
     if (gradient.defined()) mine.gradients += gradient.nbytes();
-    mine.hash = hash_of(parameter.tensor(), mine.hash);
   }
-  report.ranks = of_all_ranks(mine, comm);
   report.accuracy = accuracy(*model, task, comm);
+  for (const at::Tensor& tensor : model->parameters()) mine.hash = hash_of(tensor, mine.hash);
+  for (const at::Tensor& tensor : model->buffers()) mine.hash = hash_of(tensor, mine.hash);
+  report.ranks = of_all_ranks(mine, comm);
   return report;
 }
 
@@ -149,18 +151,32 @@ RunReport train(const Options& options, const Task& task, Comm& comm, Stage stag
 template <class Comm>
 std::vector<RunReport> train_all(const Options& options, const Task& task, Comm& comm) {
   std::vector<RunReport> reports;
-  const auto run = [&](const char* mode, auto stage) {
+  const auto run = [&](const char* mode, auto... arguments) {
     if (comm.rank() == 0) std::printf("%s\n", mode);
-    reports.push_back(train(options, task, comm, stage));
+    reports.push_back(train(options, task, comm, arguments...));
     reports.back().mode = mode;
   };
   if (comm.rank() == 0) {
     std::printf("%s: %s, on each of %d ranks (%s)\n", options.model.c_str(),
                 task.describe().c_str(), comm.size(), options.communicator.c_str());
   }
-  if (options.mode != "sharded") run("replicated", zero::Replicated{});
-  if (options.mode != "replicated" && options.stage == 1) run("stage 1", zero::Stage1{});
-  if (options.mode != "replicated" && options.stage == 2) run("stage 2", zero::Stage2{});
+  const bool replicated = options.mode != "sharded", sharded = options.mode != "replicated";
+  if (options.optimizer == "adamw") {
+    const zero::Groups adamw{zero::AdamW{.lr = options.lr, .weight_decay = 0.01},
+                             zero::AdamW{.lr = options.lr, .weight_decay = 0}};
+    if (replicated) run("replicated", adamw, zero::Replicated{});
+    if (sharded && options.stage == 1) run("stage 1", adamw, zero::Stage1{});
+    if (sharded && options.stage == 2) run("stage 2", adamw, zero::Stage2{});
+  } else {
+    // Torch's own, which steps whole tensors.
+    using TorchAdamW = zero::TorchOptimizer<torch::optim::AdamW>;
+    const auto with_decay = [&](double decay) {
+      return TorchAdamW{torch::optim::AdamWOptions(options.lr).weight_decay(decay)};
+    };
+    const zero::Groups adamw{with_decay(0.01), with_decay(0)};
+    if (replicated) run("replicated", adamw, zero::BalancedPartition{}, zero::Replicated{});
+    if (sharded) run("stage 1", adamw, zero::BalancedPartition{}, zero::Stage1{});
+  }
   return reports;
 }
 

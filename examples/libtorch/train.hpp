@@ -14,7 +14,7 @@ namespace example {
 
 /// What the command line says.
 struct Options {
-  std::string model = "conv", communicator = "threads", mode = "compare";
+  std::string model = "conv", communicator = "threads", mode = "compare", optimizer = "adamw";
   int ranks = 2, stage = 1;
   std::int64_t steps = 0;  ///< 0: the model's own
   std::int64_t batch = 16;
@@ -32,7 +32,7 @@ struct RankReport {
   std::int64_t grown = 0;     ///< bytes by which the process has grown since before the model
   double step_ms = 0;         ///< mean time of a step but for the first
   double update_ms = 0;       ///< of that within `step()`: reduce, update, gather
-  std::uint64_t hash = 0;     ///< of all parameters
+  std::uint64_t hash = 0;     ///< of all parameters and buffers, at the end
 };
 
 /// A run, as all its ranks know it.

@@ -113,7 +113,7 @@ TEST_CASE("a line that is no image is named") {
 
 TEST_CASE("files that are no digits are refused") {
   CHECK_THROWS_WITH(example::read_digits("nowhere/digits.csv"),
-                    ContainsSubstring("nowhere/digits.csv"));
+                    ContainsSubstring("nowhere/digits.csv: there is no such file; ./dev demo"));
   CHECK_THROWS_AS(example::read_digits(std::filesystem::temp_directory_path()), InputError);
   CHECK_THROWS_WITH(example::read_digits(File("").at()), ContainsSubstring("it is empty"));
   CHECK_THROWS_WITH(example::read_digits(File("\x1f\x8b\x08").at()), ContainsSubstring("gunzip"));

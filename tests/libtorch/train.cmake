@@ -38,7 +38,7 @@ set(same "the same, bit for bit")
 run(0 "${same}" ${train})
 hash_of_run(threads)
 if(MPIEXEC)
-  # What threads come to, whatever is sharded; and what was asked of each process.
+  # Processes come to what threads do.
   foreach(stage 1 2)
     run(0 "${same}" ${MPIEXEC} ${NUMPROC_FLAG} 2 ${train} --stage ${stage})
     hash_of_run(processes)
@@ -75,6 +75,13 @@ if(MODEL STREQUAL "conv")
   run(2 "line 1: column 1 is no pixel" ${PROGRAM} --digits ${TEXT})
 else()
   run(0 "${same}" ${train} --ranks 3)
+  # By torch's own optimizer too.
+  run(0 "${same}" ${train} --optimizer torch-adamw)
+  hash_of_run(other)
+  if(other STREQUAL threads)
+    message(FATAL_ERROR "torch's AdamW was not taken: its sums are rounded otherwise")
+  endif()
+  run(2 "compiled for --stage 1 alone" ${train} --optimizer torch-adamw --stage 2)
   # Its first loss is a guess among all characters, which is 4.4 or so.
   run(0 "loss from [45]\\.[0-9]+ to [0-3]\\." ${program} --steps 40 --mode replicated)
   run(2 "nowhere.txt" ${PROGRAM} --model transformer --text nowhere.txt)
