@@ -1,4 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
 // A libtorch model on two ranks with AdamW's state spread over them: DDP and ZeRO in C++.
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>

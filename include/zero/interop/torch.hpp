@@ -22,7 +22,9 @@
 #include "zero/broadcast.hpp"
 #include "zero/interop/torch/element.hpp"
 #include "zero/interop/torch/hooks.hpp"
+#include "zero/interop/torch/optimizer.hpp"
 #include "zero/interop/torch/param.hpp"
 #include "zero/interop/torch/params.hpp"
 #include "zero/interop/torch/replica.hpp"
+#include "zero/interop/torch/slots.hpp"
 // IWYU pragma: end_exports
