@@ -164,3 +164,32 @@ TEMPLATE_LIST_TEST_CASE("partitions that differ in their data are refused", "[mi
   check_differing<TestType>(Share{4}, Share{8});
   check_differing<TestType>(Owner{0}, Owner{1});
 }
+
+TEST_CASE("a store may refuse a step before it begins, on all ranks", "[misuse]") {
+  struct Watchful : Store {
+    using Store::Store;
+    int asked = 0;
+    bool refuses = false;
+    void before_step() {
+      ++asked;
+      if (refuses) throw zero::UsageError("the model has been taken apart");
+    }
+  };
+  std::vector<ranks::Failure> failures(3);
+  ranks::rethrow_any(ranks::run(3, [&](zero::InProcessCommunicator& comm) {
+    std::vector<float> a(5, 1.0F), g(5, 0.5F);
+    Watchful store;
+    store.emplace_back("a", a, g);
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, store, comm};
+    store.refuses = comm.rank() == 1;
+    failures[static_cast<std::size_t>(comm.rank())] = ranks::attempt([&] { optimizer.step(); });
+    if (a[0] != 1 || optimizer.steps() != 0) throw std::runtime_error("something has changed");
+    store.refuses = false;
+    optimizer.step();
+    if (a[0] != 0.5F || store.asked != 2) throw std::runtime_error("not stepped");
+  }));
+  for (const ranks::Failure& failure : failures) {
+    CHECK(failure.kind == ranks::Failure::Kind::usage);
+    CHECK_THAT(failure.text, ContainsSubstring("step: the model has been taken apart"));
+  }
+}

@@ -72,23 +72,16 @@ elseif(WAY STREQUAL "range_v3_missing")
   endif()
   must_run(${configure} -D ZERO_COMPONENTS=)  # the core asks for nothing
 
-elseif(WAY STREQUAL "checkpoint_missing")
+elseif(WAY MATCHES "^(checkpoint|torch)_missing$")
+  set(component ${CMAKE_MATCH_1})
+  set(package_of_checkpoint nlohmann_json)
+  set(package_of_torch Torch)
   must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
   list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix
-       -D CMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON)
-  execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=checkpoint
+       -D CMAKE_DISABLE_FIND_PACKAGE_${package_of_${component}}=ON)
+  execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=${component}
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-  if(status EQUAL 0 OR NOT output MATCHES "component checkpoint needs nlohmann_json")
-    message("${output}")
-    message(FATAL_ERROR "A component without its package must be refused by name.")
-  endif()
-
-elseif(WAY STREQUAL "torch_missing")
-  must_run(${CMAKE_COMMAND} --install ${ZERO_BINARY_DIR} --prefix ${WORK_DIR}/prefix)
-  list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix -D CMAKE_DISABLE_FIND_PACKAGE_Torch=ON)
-  execute_process(COMMAND ${configure} -D ZERO_COMPONENTS=torch
-    RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-  if(status EQUAL 0 OR NOT output MATCHES "component torch needs libtorch")
+  if(status EQUAL 0 OR NOT output MATCHES "component ${component} needs (nlohmann_json|libtorch)")
     message("${output}")
     message(FATAL_ERROR "A component without its package must be refused by name.")
   endif()
