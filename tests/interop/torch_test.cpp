@@ -265,6 +265,30 @@ TEST_CASE("Tied tensors are stepped once, by the sum of their gradients") {
   }
 }
 
+TEST_CASE("Ties' gradients are added even where autograd gives them one memory") {
+  for (const bool moves_gradients : {false, true}) {
+    on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+      torch::Tensor a = torch::zeros({6}).requires_grad_(), b = torch::zeros({6}).requires_grad_();
+      b.set_data(a.data());
+      BasicTorchParams<float> params{std::vector<torch::Tensor>{a, b}};
+      const auto train = [&](auto view) {
+        zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm, view};
+        // As autograd leaves them for a.view({2, 3}) + b.view({2, 3}).
+        const torch::Tensor gradient = torch::full({6}, 2, torch::kFloat);
+        a.mutable_grad() = gradient.view({6});
+        b.mutable_grad() = gradient.view({6});
+        optimizer.step();
+      };
+      if (moves_gradients) {
+        train(zero::ParamAndGradView{});
+      } else {
+        train(zero::ParamView{});
+      }
+      require(torch::equal(a.detach(), torch::full({6}, -4.F)), "the sum of both uses");
+    });
+  }
+}
+
 TEST_CASE("Gradients come back into their buckets after they were set to none") {
   on_ranks(2, [&](zero::InProcessCommunicator& comm) {
     const auto net = std::make_shared<Net>();

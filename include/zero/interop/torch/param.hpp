@@ -75,7 +75,7 @@ class BasicTorchParam {
     const ::at::Tensor& gradient = tensor_.grad();
     if (!gradient.defined()) return none();
     require_gradient(gradient);
-    if (bound_.defined() && gradient.data_ptr() != bound_.data_ptr()) {
+    if (bound_.defined() && !is_bound(gradient)) {
       // zero_grad() had let go of it, and backward made another, perhaps with a graph of its own.
       bound_.copy_(gradient.detach().reshape(bound_.sizes()));
       tensor_.mutable_grad() = bound_;
@@ -173,6 +173,10 @@ class BasicTorchParam {
         ::at::TensorOptions().dtype(tensor_.scalar_type()));
   }
 
+  [[nodiscard]] bool is_bound(const ::at::Tensor& gradient) const {
+    return bound_.defined() && gradient.defined() && gradient.data_ptr() == bound_.data_ptr();
+  }
+
   /// The gradients of all uses become one.
   void gather_ties() const {
     for (const ::at::Tensor& other : ties_) {
@@ -180,7 +184,9 @@ class BasicTorchParam {
       if (!theirs.defined()) continue;
       require_gradient(theirs);
       ::at::Tensor& mine = tensor_.mutable_grad();
-      if (mine.defined() && mine.data_ptr() == theirs.data_ptr()) continue;
+      // One for both, to which backward has added both. (Autograd may also give two tensors one
+      // memory each of which is a gradient of its own: that of a.view(…) + b.view(…).)
+      if (mine.is_same(theirs) || (is_bound(mine) && is_bound(theirs))) continue;
       if (mine.defined()) {
         require_gradient(mine);
         mine = mine.detach().add(theirs.detach().reshape(mine.sizes()));
