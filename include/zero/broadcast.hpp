@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "zero/communicator.hpp"
+#include "zero/detail/agreement.hpp"
 #include "zero/detail/hash.hpp"
 #include "zero/detail/inspect.hpp"
 #include "zero/error.hpp"
@@ -32,13 +33,25 @@ decltype(auto) all_ranks_of(Comm& comm) {
   }
 }
 
-/// Throws `UsageError` on all ranks where `mine` isn't the same number on all.
+/// Throws `UsageError` on all ranks where one refuses, or `mine` isn't the same number on all.
+/// @param refusal why this rank can't go on, or empty
 template <class Comm>
-void require_alike(Comm& comm, std::uint64_t mine, const std::string& what) {
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(comm.size()));
-  comm.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))).wait();
+void require_alike(Comm& comm, std::uint64_t mine, const std::string& what,
+                   const std::string& refusal = {}) {
+  struct Message {
+    std::uint64_t number;
+    Text refusal;
+  };
+  const Message message{mine, to_text(refusal)};
+  const std::vector<Message> all = exchange_all(comm, std::span(&message, 1));
+  if (!refusal.empty()) throw UsageError(refusal);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].refusal.front() == '\0') continue;
+    throw UsageError("rank " + std::to_string(r) +
+                     " refused, so nothing has changed: " + all[r].refusal.data());
+  }
   for (std::size_t r = 1; r < all.size(); ++r) {
-    if (all[r] != all[0])
+    if (all[r].number != all[0].number)
       throw UsageError(what + " differ between ranks 0 and " + std::to_string(r));
   }
 }
@@ -50,7 +63,7 @@ void require_alike(Comm& comm, std::uint64_t mine, const std::string& what) {
 /// before the optimizer is made. With groups of replicas `root` counts in all ranks.
 ///
 /// Throws `UsageError` on all ranks, and changes nothing, where their stores differ in names,
-/// shapes or element types; and what the communicator throws.
+/// shapes, element types or ties; and what the communicator throws.
 template <class Store, class Comm>
   requires ParamStore<std::remove_reference_t<Store>>
 void broadcast_values(Store&& store, Comm& comm, int root = 0) {
@@ -64,6 +77,12 @@ void broadcast_values(Store&& store, Comm& comm, int root = 0) {
     auto&& parameter = detail::parameter_at(store, i);
     const std::string name{std::string_view(parameter.name())};
     shapes.add(name.data(), name.size());
+    const auto shape = parameter.shape();
+    shapes.add(std::ranges::size(shape));
+    for (const auto extent : shape) shapes.add(static_cast<std::uint64_t>(extent));
+    // Ties aren't sent, so they must be the same everywhere.
+    const auto alias = attributes_of(parameter).alias;
+    shapes.add(alias ? *alias + 1 : 0);
     detail::visit_span(parameter.values(), [&](auto values) {
       using T = typename decltype(values)::value_type;
       shapes.add(static_cast<std::uint64_t>(element_traits<T>::type));
@@ -71,7 +90,7 @@ void broadcast_values(Store&& store, Comm& comm, int root = 0) {
     });
   }
   detail::require_alike(everyone, shapes.value(),
-                        "broadcast_values: the parameters' names, sizes or types");
+                        "broadcast_values: the parameters' names, shapes, types or ties");
   for (std::size_t i = 0; i < count; ++i) {
     auto&& parameter = detail::parameter_at(store, i);
     if (attributes_of(parameter).alias) continue;  // the same memory, or moved to it

@@ -2,6 +2,7 @@
 // What libtorch's users may hand over, or do to a module behind its optimizer's back.
 #include "interop/torch.hpp"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <cstddef>
@@ -78,6 +79,11 @@ TEST_CASE("Tensors that can't be stepped are refused by name") {
              ContainsSubstring("Long") && ContainsSubstring("float32"));
   CHECK_THAT(refusal_of(torch::zeros({2}, torch::kDouble)), ContainsSubstring("Double"));
   CHECK_THAT(refusal_of(torch::ones({2}).requires_grad_() * 2), ContainsSubstring("no leaf"));
+  const auto made_in_inference = [] {
+    const c10::InferenceMode mode;
+    return torch::ones({2}).requires_grad_();
+  };
+  CHECK_THAT(refusal_of(made_in_inference()), ContainsSubstring("inference mode"));
 }
 
 TEST_CASE("Storage that is shared in part is refused, and whole with half a gradient") {
@@ -143,6 +149,27 @@ TEST_CASE("A gradient of another type or size is refused") {
     check_refused(optimizer, *net, {"'unused'", "Double", "Float"});
     net->unused.mutable_grad() = torch::ones({5}).slice(0, 0, 4);
     check_refused(optimizer, *net, {"'unused'", "[4]", "[5]"});
+  });
+}
+
+TEST_CASE("A gradient that is replaced after a backward with hooks is refused") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    const auto net = std::make_shared<Net>();
+    Params params{*net};
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm};
+    const TorchHooks hooks{optimizer};
+    for (const bool to_none : {false, true}) {
+      net->zero_grad(true);
+      net->forward(batch(comm.rank(), 0)).sum().backward();
+      torch::Tensor& gradient = net->scale.mutable_grad();
+      const torch::Tensor keeps_its_place = gradient;
+      gradient = to_none ? torch::Tensor() : gradient * 0.5;
+      check_refused(optimizer, *net, {"'scale'", "where it was when it was marked"});
+    }
+    net->zero_grad(true);
+    net->forward(batch(comm.rank(), 0)).sum().backward();
+    optimizer.step();
+    require(optimizer.steps() == 1, "stepped");
   });
 }
 
@@ -241,15 +268,46 @@ TEST_CASE("Modules that differ between ranks are refused on all") {
     };
     refused(ranks::attempt([&] { zero::broadcast_values(params, comm); }), 2);
     refused(ranks::attempt([&] { zero::broadcast_buffers(*net, comm); }), 1);
+    // As many elements, of another shape, and a tie that one rank has.
+    const auto same = std::make_shared<Net>();
+    same->register_buffer("mean", torch::zeros({6}).view({comm.rank() == 2 ? 3 : 2, -1}));
+    refused(ranks::attempt([&] { zero::broadcast_buffers(*same, comm); }), 2);
+    const torch::Tensor a = torch::zeros({6}).requires_grad_();
+    const torch::Tensor b = torch::zeros({6}).requires_grad_();
+    Params flat{Named{{"a", comm.rank() == 1 ? torch::zeros({2, 3}).requires_grad_() : a}}};
+    refused(ranks::attempt([&] { zero::broadcast_values(flat, comm); }), 1);
+    Params tied{Named{{"a", a}, {"b", comm.rank() == 2 ? a : b}}};
+    refused(ranks::attempt([&] { zero::broadcast_values(tied, comm); }), 2);
+    refused(ranks::attempt([&] { zero::average_gradients(tied, comm); }), 2);
   });
 }
 
-TEST_CASE("A buffer that can't be sent is refused by name") {
-  on_ranks(1, [&](zero::InProcessCommunicator& comm) {
-    const auto net = std::make_shared<Net>();
-    net->register_buffer("far", torch::empty({2}, torch::kMeta));
-    const ranks::Failure failure = ranks::attempt([&] { zero::broadcast_buffers(*net, comm); });
+TEST_CASE("What one rank's mean gradients can't take is refused on all, and all can go on") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    torch::Tensor tensor = torch::zeros({2}).requires_grad_();
+    Params params{Named{{"tensor", tensor}}};
+    tensor.mutable_grad() = torch::ones({2});
+    if (comm.rank() == 1) tensor.mutable_grad() = torch::ones({2}).to_sparse();
+    const ranks::Failure failure = ranks::attempt([&] { zero::average_gradients(params, comm); });
     require(failure.kind == ranks::Failure::Kind::usage, "refused");
-    require(failure.text.find("'far'") != std::string::npos, failure.text);
+    require(failure.text.find("'tensor' has a gradient that lies in a sparse") != std::string::npos,
+            failure.text);
+    tensor.mutable_grad() = torch::full({2}, comm.rank(), torch::kFloat);
+    zero::average_gradients(params, comm);
+    require(torch::equal(tensor.grad(), torch::full({2}, 0.5F)), "the same step's on all ranks");
+  });
+}
+
+TEST_CASE("A buffer that can't be sent is refused by name, on all ranks") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    const auto refused = [&](const torch::Tensor& buffer) {
+      const auto net = std::make_shared<Net>();
+      net->register_buffer("wrong", comm.rank() == 0 ? torch::empty({2}) : buffer);
+      const ranks::Failure failure = ranks::attempt([&] { zero::broadcast_buffers(*net, comm); });
+      require(failure.kind == ranks::Failure::Kind::usage, "refused: " + failure.text);
+      require(failure.text.find("'wrong'") != std::string::npos, failure.text);
+    };
+    refused(torch::empty({2}, torch::kMeta));
+    refused(torch::zeros({1}).expand({2}));
   });
 }

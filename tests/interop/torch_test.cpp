@@ -2,6 +2,10 @@
 // libtorch's modules as stores: what is stepped, when gradients go, and what replicas share.
 #include "interop/torch.hpp"
 
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -261,6 +265,30 @@ TEST_CASE("Tied tensors are stepped once, by the sum of their gradients") {
   }
 }
 
+TEST_CASE("Ties' gradients are added even where autograd gives them one memory") {
+  for (const bool moves_gradients : {false, true}) {
+    on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+      torch::Tensor a = torch::zeros({6}).requires_grad_(), b = torch::zeros({6}).requires_grad_();
+      b.set_data(a.data());
+      BasicTorchParams<float> params{std::vector<torch::Tensor>{a, b}};
+      const auto train = [&](auto view) {
+        zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm, view};
+        // As autograd leaves them for a.view({2, 3}) + b.view({2, 3}).
+        const torch::Tensor gradient = torch::full({6}, 2, torch::kFloat);
+        a.mutable_grad() = gradient.view({6});
+        b.mutable_grad() = gradient.view({6});
+        optimizer.step();
+      };
+      if (moves_gradients) {
+        train(zero::ParamAndGradView{});
+      } else {
+        train(zero::ParamView{});
+      }
+      require(torch::equal(a.detach(), torch::full({6}, -4.F)), "the sum of both uses");
+    });
+  }
+}
+
 TEST_CASE("Gradients come back into their buckets after they were set to none") {
   on_ranks(2, [&](zero::InProcessCommunicator& comm) {
     const auto net = std::make_shared<Net>();
@@ -275,6 +303,63 @@ TEST_CASE("Gradients come back into their buckets after they were set to none") 
     require(net->scale.grad().data_ptr<float>() == place, "back in its place");
     require(net->scale.item<float>() == before - 3, "stepped by it");
     require(optimizer.steps(2) == 0, "what stays none is not stepped");
+  });
+}
+
+TEST_CASE("A graph of gradients ends where they come back into their buckets") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    const auto net = std::make_shared<Net>();
+    BasicTorchParams<float> params{*net};
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm, zero::ParamAndGradView{}};
+    net->zero_grad(true);
+    const float before = net->scale.item<float>();
+    const torch::Tensor unused = net->unused.detach().clone();
+    (net->scale * net->scale).backward({}, true, /*create_graph=*/true);
+    net->unused.mutable_grad() = torch::ones({5, 1});  // of another shape, but as many
+    optimizer.step();
+    require(net->scale.item<float>() == before - 2 * before, "stepped");
+    require(!net->scale.grad().requires_grad(), "numbers alone");
+    require(torch::equal(net->unused.detach(), unused - 1), "read in order");
+  });
+}
+
+TEST_CASE("An optimizer that is made in inference mode trains outside of it") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    const auto net = std::make_shared<Net>();
+    BasicTorchParams<float> params{*net};
+    zero::ZeroSharded optimizer = [&] {
+      const c10::InferenceMode mode;
+      return zero::ZeroSharded{zero::Sgd{.lr = 1}, params, comm, zero::ParamAndGradView{}};
+    }();
+    const float before = net->scale.item<float>();
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      (net->scale * 3).backward();
+      const c10::InferenceMode mode;
+      optimizer.step();
+    }
+    require(net->scale.item<float>() == before - 6, "twice");
+  });
+}
+
+TEST_CASE("A gradient that a function leaves undefined is none") {
+  struct Leaves : torch::autograd::Node {
+    torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+      return {gradients[0], {}};
+    }
+  };
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    torch::Tensor a = torch::zeros({2}).requires_grad_(), b = torch::zeros({2}).requires_grad_();
+    BasicTorchParams<float> params{std::vector<torch::Tensor>{a, b}};
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm};
+    const TorchHooks hooks{optimizer};
+    const auto function = std::make_shared<Leaves>();
+    function->set_next_edges(torch::autograd::collect_next_edges(a, b));
+    torch::Tensor result = torch::zeros({2});
+    torch::autograd::set_history(result, function);
+    result.sum().backward();
+    optimizer.step();
+    require(optimizer.steps(0) == 1 && optimizer.steps(1) == 0, "one of two is stepped");
   });
 }
 

@@ -460,7 +460,14 @@ class Engine {
       if (!state_.steps_alone(i)) continue;
       bool late = false;
       if constexpr (State::on_device) late = way_.is_late(i);
-      if (late || !marks_.whole(i)) note_gradient(i, verb, true, on...);
+      // Where gradients stay with the caller a step reads them where they were marked.
+      bool marked = false;
+      if constexpr (!State::on_device && !State::pools_gradients) marked = state_.present[i] != 0;
+      if (late || !marks_.whole(i)) {
+        if (!note_gradient(i, verb, true, on...) && marked) reader_.refuse_moved_gradient(i, verb);
+      } else if (marked) {
+        reader_.require_gradient_unmoved(i, verb);
+      }
     }
   }
 

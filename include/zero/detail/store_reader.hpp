@@ -67,7 +67,7 @@ class StoreReader {
       }
       throw UsageError("step: " + state_.name_of(i) +
                        "'s values are no longer where they were; they must stay in place while an "
-                       "optimizer uses them");
+                       "optimizer uses them: copy new numbers to them, or make the optimizer anew");
     });
   }
   /// Where parameter i has no gradient to be asked for.
@@ -123,6 +123,21 @@ class StoreReader {
           state_.present[leader] = 1;
           return true;
         });
+  }
+  /// Of a gradient that was recorded: the framework may have replaced it, or let go of it.
+  void require_gradient_unmoved(std::size_t leader, const char* verb) {
+    detail::visit_span(detail::parameter_at(state_.store(), leader).gradient(),
+                       [&]<class T>(std::span<T> now) {
+                         const auto& lane = std::get<lane_of<T, elements>::value>(state_.lanes);
+                         if (state_.parameters[leader].elements == 0) return;
+                         if (now.data() != lane.gradients[leader])
+                           refuse_moved_gradient(leader, verb);
+                       });
+  }
+  [[noreturn]] void refuse_moved_gradient(std::size_t leader, const char* verb) const {
+    throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
+                     "'s gradient is no longer where it was when it was marked ready; leave it "
+                     "alone from then until the step, or don't mark it (clip by clip_grad_norm)");
   }
 
  private:

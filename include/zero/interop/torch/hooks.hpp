@@ -32,9 +32,11 @@ namespace zero {
 /// optimizer.step();
 /// @endcode
 ///
-/// One `backward()` a step: for more, `ZeroSharded::accumulate`. What a mark throws comes out of
-/// `backward()`. Ends before its optimizer does, whose store is a `BasicTorchParams`; parameters
-/// that `add_param_group` adds need new hooks. Not to be made or destroyed during a `backward()`.
+/// One `backward()` a step: for more, `ZeroSharded::accumulate`. After it gradients may have been
+/// sent, so leave them alone until the step, which refuses where one was replaced or set to none;
+/// clip by `ZeroSharded::clip_grad_norm`. What a mark throws comes out of `backward()`. Ends before
+/// its optimizer does, whose store is a `BasicTorchParams`; parameters that `add_param_group` adds
+/// need new hooks. Not to be made or destroyed during a `backward()`.
 class TorchHooks {
  public:
   template <class Sharded>
@@ -44,7 +46,7 @@ class TorchHooks {
     const auto hook = [&](std::size_t i, std::vector<std::size_t> marks) {
       auto accumulator = ::torch::autograd::impl::grad_accumulator(params[i].tensor());
       auto mark = std::make_unique<MarkReady<std::remove_reference_t<decltype(engine)>>>(
-          engine, std::move(marks));
+          engine, params[i].tensor(), std::move(marks));
       const std::uintptr_t key = accumulator->add_post_hook(std::move(mark));
       hooks_.push_back({std::move(accumulator), key});
     };
@@ -69,16 +71,19 @@ class TorchHooks {
   template <class Engine>
   class MarkReady : public ::torch::autograd::FunctionPostHook {
    public:
-    MarkReady(Engine& engine, std::vector<std::size_t> marks)
-        : engine_(&engine), marks_(std::move(marks)) {}
+    MarkReady(Engine& engine, const ::at::Tensor& tensor, std::vector<std::size_t> marks)
+        : engine_(&engine), tensor_(tensor.unsafeGetTensorImpl()), marks_(std::move(marks)) {}
     ::torch::autograd::variable_list operator()(const ::torch::autograd::variable_list& outputs,
                                                 const ::torch::autograd::variable_list&) override {
+      // A function's backward may return no tensor at all.
+      if (!tensor_->grad().defined()) return outputs;
       for (const std::size_t i : marks_) engine_->mark(i, detail::Mark::ready);
       return outputs;
     }
 
    private:
     Engine* engine_;
+    ::at::TensorImpl* tensor_;        ///< its accumulator, and so this hook, keeps it alive
     std::vector<std::size_t> marks_;  ///< the parameter, and others that are the same tensor
   };
 

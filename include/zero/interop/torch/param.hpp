@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
@@ -37,7 +38,7 @@ class BasicTorchParam {
   using Values = std::variant<std::span<T>...>;
 
   /// Throws `UsageError` naming the parameter for a tensor that is undefined, not in host memory,
-  /// not dense and row-major, not a leaf, or of another element type.
+  /// not dense and row-major, not a leaf, of another element type, or made in inference mode.
   BasicTorchParam(std::string name, ::at::Tensor tensor, std::size_t group = 0)
       : name_(std::move(name)), tensor_(std::move(tensor)), group_(group) {
     if (!tensor_.defined()) refuse("is undefined; give it a tensor");
@@ -53,6 +54,9 @@ class BasicTorchParam {
       refuse(std::string("is of type ") + ::c10::toString(tensor_.scalar_type()) + ", not one of" +
              ((' ' + std::string(element_traits<T>::name)) + ...));
     }
+    if (tensor_.is_inference() && tensor_.requires_grad()) {
+      refuse("was made in inference mode, so that it can't be trained; make it outside");
+    }
     for (const auto extent : tensor_.sizes()) shape_.push_back(static_cast<std::size_t>(extent));
     attributes_.frozen = !tensor_.requires_grad();
   }
@@ -66,12 +70,14 @@ class BasicTorchParam {
   /// Throws `UsageError` naming the parameter for a gradient that is sparse, of another type or not
   /// in host memory. One that isn't row-major is replaced by a copy that is.
   [[nodiscard]] Values gradient() const {
+    const ::c10::InferenceMode off(false);  // what is made here, backward adds to
     gather_ties();
     const ::at::Tensor& gradient = tensor_.grad();
     if (!gradient.defined()) return none();
     require_gradient(gradient);
-    if (bound_.defined() && gradient.data_ptr() != bound_.data_ptr()) {
-      bound_.copy_(gradient);  // zero_grad() had let go of it, and backward made another
+    if (bound_.defined() && !is_bound(gradient)) {
+      // zero_grad() had let go of it, and backward made another, perhaps with a graph of its own.
+      bound_.copy_(gradient.detach().reshape(bound_.sizes()));
       tensor_.mutable_grad() = bound_;
     } else if (!gradient.is_contiguous()) {
       tensor_.mutable_grad() = gradient.contiguous();
@@ -160,10 +166,15 @@ class BasicTorchParam {
   /// This tensor's shape and type over memory that lives as long as `owner`.
   [[nodiscard]] ::at::Tensor tensor_over(const Values& memory,
                                          std::shared_ptr<const void> owner) const {
+    const ::c10::InferenceMode off(false);  // or it could never be trained
     void* const data = std::visit([](auto span) -> void* { return span.data(); }, memory);
     return ::at::from_blob(
         data, tensor_.sizes(), [owner = std::move(owner)](void*) {},
         ::at::TensorOptions().dtype(tensor_.scalar_type()));
+  }
+
+  [[nodiscard]] bool is_bound(const ::at::Tensor& gradient) const {
+    return bound_.defined() && gradient.defined() && gradient.data_ptr() == bound_.data_ptr();
   }
 
   /// The gradients of all uses become one.
@@ -173,7 +184,9 @@ class BasicTorchParam {
       if (!theirs.defined()) continue;
       require_gradient(theirs);
       ::at::Tensor& mine = tensor_.mutable_grad();
-      if (mine.defined() && mine.data_ptr() == theirs.data_ptr()) continue;
+      // One for both, to which backward has added both. (Autograd may also give two tensors one
+      // memory each of which is a gradient of its own: that of a.view(…) + b.view(…).)
+      if (mine.is_same(theirs) || (is_bound(mine) && is_bound(theirs))) continue;
       if (mine.defined()) {
         require_gradient(mine);
         mine = mine.detach().add(theirs.detach().reshape(mine.sizes()));

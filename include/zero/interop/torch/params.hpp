@@ -39,9 +39,10 @@ namespace zero {
 ///     comm};
 /// @endcode
 ///
-/// Before every step the module must still have the same parameters; otherwise `step` throws
-/// `UsageError` naming one, on all ranks. What it gets later is stepped after `append_new` and
-/// `ZeroSharded::add_param_group`.
+/// `torch::load` and `Module::to` give a module other memory: call them before the optimizer is
+/// made, or `copy_` from another module within a `NoGradGuard`. Before every step the module must
+/// still have the same parameters; otherwise `step` throws `UsageError` naming one, on all ranks.
+/// What it gets later is stepped after `append_new` and `ZeroSharded::add_param_group`.
 /// @tparam T the element types that tensors may have. Fewer compile faster:
 /// `BasicTorchParams<float>`.
 template <Element... T>

@@ -8,9 +8,11 @@
 // defined.
 #include <ATen/core/ivalue.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -26,6 +28,7 @@
 
 #include "zero/broadcast.hpp"
 #include "zero/communicator.hpp"
+#include "zero/detail/agreement.hpp"
 #include "zero/detail/hash.hpp"
 #include "zero/error.hpp"
 #include "zero/interop/torch/params.hpp"
@@ -37,14 +40,16 @@ namespace zero {
 /// only evaluation reads them, before that and before saving is enough. With groups of replicas
 /// `root` counts in all ranks.
 ///
-/// Throws `UsageError` naming the buffer for one that is sparse or not in host memory, and on all
-/// ranks where buffers differ in names, shapes or types; then nothing has changed.
+/// Throws `UsageError` on all ranks, and changes nothing, where a buffer of one is sparse, not in
+/// host memory or has elements that share memory (after `expand`), which it names, and where
+/// buffers differ in names, shapes or types.
 template <class Comm>
 void broadcast_buffers(const ::torch::nn::Module& module, Comm& comm, int root = 0) {
   auto& everyone = detail::all_ranks_of(comm);
   std::vector<::at::Tensor> buffers;
   detail::Hash shapes;
   std::size_t bytes = 0;
+  std::string refusal;
   for (const auto& item : module.named_buffers()) {
     const ::at::Tensor& buffer = item.value();
     if (!buffer.defined()) continue;
@@ -52,16 +57,23 @@ void broadcast_buffers(const ::torch::nn::Module& module, Comm& comm, int root =
       std::ostringstream text;
       text << "broadcast_buffers: buffer '" << item.key() << "' is on device " << buffer.device()
            << " in layout " << buffer.layout() << "; only dense ones in host memory can be sent";
-      throw UsageError(text.str());
+      refusal = text.str();
+      break;
+    }
+    if (::at::has_internal_overlap(buffer) == ::at::MemOverlap::Yes) {
+      refusal = "broadcast_buffers: elements of buffer '" + item.key() +
+                "' share memory, so that it can't be written to; register its clone()";
+      break;
     }
     shapes.add(item.key().data(), item.key().size());
     shapes.add(static_cast<std::uint64_t>(buffer.scalar_type()));
-    shapes.add(static_cast<std::uint64_t>(buffer.nbytes()));
+    shapes.add(static_cast<std::uint64_t>(buffer.dim()));
+    for (const auto extent : buffer.sizes()) shapes.add(static_cast<std::uint64_t>(extent));
     buffers.push_back(buffer);
     bytes += buffer.nbytes();
   }
   detail::require_alike(everyone, shapes.value(),
-                        "broadcast_buffers: the buffers' names, sizes or types");
+                        "broadcast_buffers: the buffers' names, shapes or types", refusal);
   // Floats are sent as they are, whatever their bits mean.
   std::vector<float> message((bytes + sizeof(float) - 1) / sizeof(float));
   const auto for_each_piece = [&](auto&& f) {
@@ -91,20 +103,35 @@ void broadcast_buffers(const ::torch::nn::Module& module, Comm& comm, int root =
 /// counts as zeros there and gets one; without any on all ranks it stays so. Ranks are summed in
 /// order where the communicator does, in the gradients' type, and the sum is multiplied by 1/K.
 ///
-/// Throws `UsageError` naming the parameter for a gradient that can't be reduced, and what the
-/// communicator throws.
+/// Throws `UsageError` on all ranks, and changes nothing, where a gradient of one can't be reduced,
+/// whose parameter it names, and where ranks differ in their parameters; and what the communicator
+/// throws.
 /// @param bucket_bytes how much is reduced at once, at least; copies of that are made
 template <class Comm, Element... T>
 void average_gradients(BasicTorchParams<T...>& params, Comm& comm,
                        std::size_t bucket_bytes = std::size_t{25} << 20) {
   static_assert(!ReplicatedCommunicator<Comm>,
                 "zero: average_gradients takes a communicator of all ranks, not one of groups");
+  const ::c10::InferenceMode off(false);  // backward adds to the gradients that are made here
   std::vector<std::uint8_t> mine(params.size()), all(params.size() * std::size_t(comm.size()));
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    if (params[i].attributes().frozen || params[i].attributes().alias) continue;
-    (void)params[i].gradient();  // checked, and those of ties added
-    mine[i] = params[i].tensor().grad().defined() ? 1 : 0;
+  std::string refusal;
+  detail::Hash shapes;
+  try {
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      const ::at::Tensor& tensor = params[i].tensor();
+      shapes.add(static_cast<std::uint64_t>(tensor.scalar_type()));
+      shapes.add(static_cast<std::uint64_t>(tensor.numel()));
+      if (params[i].attributes().frozen || params[i].attributes().alias) continue;
+      shapes.add(i);
+      (void)params[i].gradient();  // checked, and those of ties added
+      mine[i] = tensor.grad().defined() ? 1 : 0;
+    }
+  } catch (const UsageError& error) {
+    refusal = detail::text_of(error);
   }
+  detail::require_alike(comm, shapes.value(),
+                        "average_gradients: the parameters' sizes, types, ties or frozen ones",
+                        refusal);
   comm.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))).wait();
   const auto somewhere = [&](std::size_t i) {
     for (std::size_t at = i; at < all.size(); at += params.size()) {
