@@ -113,7 +113,10 @@ class Engine {
     const bool counts = accumulating_ != Accumulation::local;
     // Without a stream it is not there yet, so that nothing can be copied: the step will.
     constexpr bool late = State::on_device && State::pools_gradients && sizeof...(On) == 0;
-    if (mark == Mark::ready && !note_gradient(leader, verb, counts && !late, on...)) {
+    // What will be let go of is taken when all ties have added to it.
+    constexpr bool takes_whole = State::pools_gradients && !State::on_device;
+    const bool notes = counts && !late && (!takes_whole || marks_.is_last(i));
+    if (mark == Mark::ready && !note_gradient(leader, verb, notes, on...)) {
       throw UsageError(std::string(verb) + ": " + state_.name_of(leader) +
                        (State::pools_gradients
                             ? " has no gradient: none was leased, and it shows none itself; write "
@@ -121,6 +124,9 @@ class Engine {
                             : " has a null gradient; give it memory, or call mark_absent"));
     }
     if (!counts) return;
+    if (takes_whole && mark == Mark::absent && notes && marks_.any_ready(leader)) {
+      note_gradient(leader, verb, true, on...);
+    }
     if constexpr (State::space == MemorySpace::cuda) {
       if (mark == Mark::ready) or_give_up(false, [&] { way_.note_mark(i, on...); });
     }

@@ -48,9 +48,17 @@ class Marks {
     if (state_[i].leased) refuse(verb, i, "is still leased; end the lease on its gradient first");
   }
 
+  /// Whether parameter i's mark will be the last that its place waits for.
+  [[nodiscard]] bool is_last(std::size_t i) const {
+    return state_[leader(i)].marked + 1 == (*parameters_)[leader(i)].ties;
+  }
+  /// Whether one of a leader's ties has been marked ready.
+  [[nodiscard]] bool any_ready(std::size_t leader) const { return state_[leader].ready; }
+
   /// Whether that was the last mark that the parameter's place waits for.
   bool mark(std::size_t i, Mark mark) {
     state_[i].mark = mark;
+    if (mark == Mark::ready) state_[leader(i)].ready = true;
     ++state_[leader(i)].marked;
     return whole(leader(i));
   }
@@ -107,6 +115,7 @@ class Marks {
     bool leased = false;
     bool written = false;    ///< of a leader: leased at least once since the last step
     std::size_t marked = 0;  ///< of a leader: how many ties have been marked
+    bool ready = false;      ///< of a leader: one of them so
   };
 
   [[nodiscard]] std::size_t leader(std::size_t i) const { return (*parameters_)[i].leader; }
