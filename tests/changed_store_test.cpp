@@ -160,9 +160,9 @@ TEST_CASE("a rebind that does nothing is noticed", "[misuse]") {
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("partitions that differ in their data are refused", "[misuse]", Ways) {
-  check_differing<TestType>(Share{4}, Share{8});
-  check_differing<TestType>(Owner{0}, Owner{1});
+TEST_CASE("partitions that differ in their data are refused", "[misuse]") {
+  check_differing<std::tuple_element_t<0, Ways>>(Share{4}, Share{8});
+  check_differing<std::tuple_element_t<1, Ways>>(Owner{0}, Owner{1});
 }
 
 TEST_CASE("a store may refuse a step before it begins, on all ranks", "[misuse]") {

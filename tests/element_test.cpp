@@ -138,6 +138,16 @@ bool is_nan(std::uint16_t bits) {
 
 std::uint32_t bits_of(float x) { return std::bit_cast<std::uint32_t>(x); }
 
+#ifdef ZERO_TEST_EACH_ONCE  // sanitizers: a sample; optimised, all are taken with them too
+constexpr std::uint32_t pattern_step = 13;
+constexpr int random_floats = 8'000;
+constexpr std::size_t noise_count = 1 << 15;
+#else
+constexpr std::uint32_t pattern_step = 1;
+constexpr int random_floats = 100'000;
+constexpr std::size_t noise_count = 1 << 18;
+#endif
+
 /// All values of `T`, those between two of them, what is just beside either, and random floats.
 template <class T>
 std::vector<float> many_floats() {
@@ -149,7 +159,7 @@ std::vector<float> many_floats() {
       all.push_back(-y);
     }
   };
-  for (std::uint32_t bits = 0; bits < infinity_bits<T>; ++bits) {
+  for (std::uint32_t bits = 0; bits < infinity_bits<T>; bits += pattern_step) {
     const double here = value_of<T>(bits), next = value_of<T>(bits + 1);
     add(static_cast<float>(here));
     add(static_cast<float>((here + next) / 2));
@@ -160,7 +170,7 @@ std::vector<float> many_floats() {
     add(x);
   }
   std::mt19937 random(1);
-  for (int i = 0; i < 100'000; ++i) {
+  for (int i = 0; i < random_floats; ++i) {
     const auto x = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
     if (std::isfinite(x)) all.push_back(x);
     // Few random exponents are those of binary16.
@@ -344,8 +354,6 @@ TEMPLATE_TEST_CASE("elements: stochastic rounding is right on average", "[elemen
 // ---- Noise
 
 namespace {
-
-constexpr std::size_t noise_count = 1 << 18;
 
 /// What the correlation of two independent sequences exceeds with a probability of 1e-6.
 const double significant = 5 / std::sqrt(static_cast<double>(noise_count));

@@ -247,4 +247,13 @@ using AllWays =
                Way<false, zero::Stage1, zero::NoView>, Way<false, zero::Replicated, zero::NoView>,
                Way<true, zero::Stage1, zero::ParamView>, Way<false, zero::Stage1, zero::ParamView>>;
 
+/// Each side of both choices, for what the ways share but for a line: all of them take minutes to
+/// compile.
+using TwoWays =
+    std::tuple<Way<true, zero::Replicated, zero::NoView>, Way<false, zero::Stage1, zero::NoView>>;
+/// And where moving values could make a difference.
+using FewWays =
+    std::tuple<Way<true, zero::Replicated, zero::NoView>, Way<false, zero::Stage1, zero::NoView>,
+               Way<true, zero::Stage1, zero::ParamView>>;
+
 }  // namespace ranks

@@ -175,11 +175,19 @@ void check_all_failed(const std::vector<End>& ends, double limit) {
   }
 }
 
+#ifdef ZERO_TEST_EACH_ONCE  // sanitizers and a second compiler
+using AllWays = ranks::FewWays;
+using MainWays = ranks::FewWays;
+#else
+using ranks::AllWays;
+using ranks::MainWays;
+#endif
+
 constexpr zero::InProcessOptions patient{.timeout = 60s};
 constexpr zero::InProcessOptions quick{.timeout = 300ms};
 
 TEMPLATE_LIST_TEST_CASE("a rank fails at an operation: all get a typed error at once", "[failure]",
-                        ranks::AllWays) {
+                        AllWays) {
   using Way = TestType;
   std::vector<std::uint64_t> started;
   const std::string whole = ends_of(train_all<Way>({}, patient, &started));
@@ -195,7 +203,7 @@ TEMPLATE_LIST_TEST_CASE("a rank fails at an operation: all get a typed error at 
 }
 
 TEMPLATE_LIST_TEST_CASE("a rank's operation has another size or place: all get a typed error",
-                        "[failure]", ranks::MainWays) {
+                        "[failure]", MainWays) {
   using Way = TestType;
   std::vector<std::uint64_t> started;
   const std::string whole = ends_of(train_all<Way>({}, patient, &started));
@@ -218,7 +226,7 @@ TEMPLATE_LIST_TEST_CASE("a rank's operation has another size or place: all get a
 }
 
 TEMPLATE_LIST_TEST_CASE("a rank hangs in an operation: its peers get a typed error in time",
-                        "[failure]", ranks::MainWays) {
+                        "[failure]", MainWays) {
   using Way = TestType;
   std::vector<std::uint64_t> started;
   (void)train_all<Way>({}, patient, &started);
@@ -239,7 +247,7 @@ TEMPLATE_LIST_TEST_CASE("a rank hangs in an operation: its peers get a typed err
 }
 
 TEMPLATE_LIST_TEST_CASE("a delay beyond the timeout is an error, one below it is none", "[failure]",
-                        ranks::MainWays) {
+                        MainWays) {
   using Way = TestType;
   std::vector<std::uint64_t> started;
   const std::string whole = ends_of(train_all<Way>({}, patient, &started));
@@ -258,7 +266,7 @@ TEMPLATE_LIST_TEST_CASE("a delay beyond the timeout is an error, one below it is
   check_all_failed(train_all<Way>(beyond, quick), 10);
 }
 
-TEMPLATE_LIST_TEST_CASE("random delays change no bit", "[failure]", ranks::AllWays) {
+TEMPLATE_LIST_TEST_CASE("random delays change no bit", "[failure]", AllWays) {
   using Way = TestType;
   const std::string whole = ends_of(train_all<Way>({}, patient));
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
@@ -270,7 +278,7 @@ TEMPLATE_LIST_TEST_CASE("random delays change no bit", "[failure]", ranks::AllWa
 }
 
 TEMPLATE_LIST_TEST_CASE("a failure before the first update leaves a usable optimizer", "[failure]",
-                        ranks::MainWays) {
+                        MainWays) {
   using Way = TestType;
   // The first operations of the first step: the construction's one comes before them. Then no rank
   // can have updated: without shared memory the sums of 4 buckets and the exchange come first, and
@@ -328,8 +336,7 @@ void free_at_once(const Fault& fault, bool optimizer_first, std::size_t elements
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("memory may be freed as soon as a verb has thrown", "[failure]",
-                        ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("memory may be freed as soon as a verb has thrown", "[failure]", MainWays) {
   using Way = TestType;
   // 13 buckets: while some are reduced, others start or are gathered.
   const std::uint64_t operations = Way::shares ? 5 : 40;
@@ -343,8 +350,7 @@ TEMPLATE_LIST_TEST_CASE("memory may be freed as soon as a verb has thrown", "[fa
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("a rank that throws or stays away before a step", "[failure]",
-                        ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("a rank that throws or stays away before a step", "[failure]", MainWays) {
   using Way = TestType;
   for (const bool throws : {true, false}) {
     for (const int culprit_steps : {-1, 0, 1}) {  // -1: not even constructed
@@ -386,7 +392,7 @@ TEMPLATE_LIST_TEST_CASE("a rank that throws or stays away before a step", "[fail
 }
 
 TEMPLATE_LIST_TEST_CASE("one gradient is never ready: the others learn of it in time", "[failure]",
-                        ranks::MainWays) {
+                        MainWays) {
   using Way = TestType;
   std::vector<End> ends(world);
   const auto thrown = ranks::run(
@@ -433,7 +439,7 @@ struct Brittle : zero::AdamW {
 };
 
 TEMPLATE_LIST_TEST_CASE("a rule that throws fails its optimizer, and the peers at once",
-                        "[failure]", ranks::MainWays) {
+                        "[failure]", MainWays) {
   using Way = TestType;
   for (const bool silent : {false, true}) {
     std::vector<Failure> failures(world), later(world);
@@ -490,8 +496,7 @@ std::string ends_with_marks(Mark mark) {
   return ends_of(ends);
 }
 
-TEMPLATE_LIST_TEST_CASE("the order of marks, and who marks, change no bit", "[failure]",
-                        ranks::AllWays) {
+TEMPLATE_LIST_TEST_CASE("the order of marks, and who marks, change no bit", "[failure]", AllWays) {
   using Way = TestType;
   const std::string unmarked = ends_with_marks<Way>([](auto&, int, int) {});
   CHECK((ends_of(train_all<Way>({}, patient)) == unmarked));

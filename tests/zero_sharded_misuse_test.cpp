@@ -95,8 +95,8 @@ void check_refused(const std::vector<Built>& built, const Texts& fragments) {
 constexpr auto as_they_are = [](int, Model<>&) {};
 
 template <class Way>
-constexpr auto build_adam =
-    [](int, Model<>& model, auto& comm) { (void)Way::optimizer(zero::Adam{}, model, comm); };
+constexpr auto build_adamw =
+    [](int, Model<>& model, auto& comm) { (void)Way::optimizer(zero::AdamW{}, model, comm); };
 
 /// `spoil(model)` on rank `culprit` only (-1: on all), at several world sizes.
 template <class Way, class Spoil>
@@ -109,7 +109,7 @@ void check_spoiled(Spoil spoil, const Texts& fragments) {
           [&](int rank, Model<>& model) {
             if (culprit == -1 || rank == culprit) spoil(model);
           },
-          build_adam<Way>);
+          build_adamw<Way>);
       Texts wanted = fragments;
       if (world > 1) {
         wanted.push_back("construction: rank " + std::to_string(culprit == -1 ? 0 : culprit));
@@ -120,7 +120,7 @@ void check_spoiled(Spoil spoil, const Texts& fragments) {
 }
 
 TEMPLATE_LIST_TEST_CASE("construction refuses a store that can't be used", "[misuse]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   float memory[8]{};
   SECTION("empty") {
@@ -206,14 +206,14 @@ TEMPLATE_LIST_TEST_CASE("construction refuses a store that can't be used", "[mis
 }
 
 TEMPLATE_LIST_TEST_CASE("construction refuses options that make no sense", "[misuse]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  const auto check = [](zero::Adam bad, const Texts& fragments) {
+  const auto check = [](zero::AdamW bad, const Texts& fragments) {
     for (const int world : {1, 3}) {
       const auto built =
           build_on<Way>(world, as_they_are, [&](int rank, Model<>& model, auto& comm) {
-            const zero::Adam good;
+            const zero::AdamW good;
             (void)Way::optimizer(zero::Groups{good, rank == world - 1 ? bad : good}, model, comm);
           });
       Texts wanted = fragments;
@@ -221,19 +221,19 @@ TEMPLATE_LIST_TEST_CASE("construction refuses options that make no sense", "[mis
       check_refused(built, wanted);
     }
   };
-  check(zero::Adam{.lr = -1}, {"Adam", "lr is -1", "not negative"});
-  check(zero::Adam{.lr = nan}, {"Adam", "lr is nan", "not negative"});
-  check(zero::Adam{.beta1 = 1}, {"Adam", "beta1 is 1", "below 1"});
-  check(zero::Adam{.eps = -1e-3}, {"Adam", "eps"});
+  check(zero::AdamW{.lr = -1}, {"AdamW", "lr is -1", "not negative"});
+  check(zero::AdamW{.lr = nan}, {"AdamW", "lr is nan", "not negative"});
+  check(zero::AdamW{.beta1 = 1}, {"AdamW", "beta1 is 1", "below 1"});
+  check(zero::AdamW{.eps = -1e-3}, {"AdamW", "eps"});
 
   const auto none = build_on<Way>(2, as_they_are, [](int rank, Model<>& model, auto& comm) {
-    std::vector<zero::Adam> groups(rank == 1 ? 0 : 1);
-    (void)Way::optimizer(zero::Groups<zero::Adam>(groups), model, comm);
+    std::vector<zero::AdamW> groups(rank == 1 ? 0 : 1);
+    (void)Way::optimizer(zero::Groups<zero::AdamW>(groups), model, comm);
   });
   check_refused(none, {"rank 1", "Groups is empty"});
 }
 
-TEMPLATE_LIST_TEST_CASE("construction refuses ranks that differ", "[misuse]", ranks::AllWays) {
+TEMPLATE_LIST_TEST_CASE("construction refuses ranks that differ", "[misuse]", ranks::FewWays) {
   using Way = TestType;
   const auto check = [](auto differ, const Texts& fragments) {
     for (const int world : {2, 3, 4}) {
@@ -244,7 +244,7 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that differ", "[misuse]", ra
             [&](int rank, Model<>& model) {
               if (rank == culprit) differ(model);
             },
-            build_adam<Way>);
+            build_adamw<Way>);
         Texts wanted = fragments;
         wanted.push_back("rank " + std::to_string(culprit) + " differs from rank 0");
         check_refused(built, wanted);
@@ -317,7 +317,7 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that differ", "[misuse]", ra
 }
 
 TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "[misuse]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   const auto check = [](auto build, const Texts& fragments) {
     const auto built = build_on<Way>(3, as_they_are, build);
@@ -325,27 +325,13 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "
     wanted.push_back("rank 2 differs from rank 0");
     check_refused(built, wanted);
   };
-  SECTION("stage") {
-    check(
-        [](int rank, Model<>& model, auto& comm) {
-          if (rank == 2) {
-            constexpr bool sharded = Way::stage::shards_state;
-            using Other = std::conditional_t<sharded, zero::Replicated, zero::Stage1>;
-            (void)ranks::Way<Way::shares, Other, typename Way::view>::optimizer(zero::Adam{}, model,
-                                                                                comm);
-          } else {
-            (void)Way::optimizer(zero::Adam{}, model, comm);
-          }
-        },
-        {"another type", "policies"});
-  }
   SECTION("rule") {
     check(
         [](int rank, Model<>& model, auto& comm) {
           if (rank == 2) {
-            (void)Way::optimizer(zero::AdamW{}, model, comm);
+            (void)Way::optimizer(zero::Sgd{}, model, comm);
           } else {
-            (void)Way::optimizer(zero::Adam{}, model, comm);
+            (void)Way::optimizer(zero::AdamW{}, model, comm);
           }
         },
         {"another type"});
@@ -353,7 +339,7 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "
   SECTION("bucket size") {
     check(
         [](int rank, Model<>& model, auto& comm) {
-          (void)Way::optimizer(zero::Adam{}, model, comm, {}, rank == 2 ? 128 : 64);
+          (void)Way::optimizer(zero::AdamW{}, model, comm, {}, rank == 2 ? 128 : 64);
         },
         {"bucket size"});
   }
@@ -361,7 +347,7 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "
     check(
         [](int rank, Model<>& model, auto& comm) {
           (void)Way::optimizer(
-              zero::Adam{}, model, comm,
+              zero::AdamW{}, model, comm,
               {.gradients = rank == 2 ? zero::Gradients::reduced : zero::Gradients::local,
                .gradient_scale = 1.0});
         },
@@ -370,7 +356,7 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "
   SECTION("scale") {
     check(
         [](int rank, Model<>& model, auto& comm) {
-          (void)Way::optimizer(zero::Adam{}, model, comm,
+          (void)Way::optimizer(zero::AdamW{}, model, comm,
                                {.gradient_scale = rank == 2 ? 0.5 : 0.25});
         },
         {"settings"});
@@ -378,32 +364,45 @@ TEMPLATE_LIST_TEST_CASE("construction refuses ranks that are set differently", "
   SECTION("whether values are compared") {
     check(
         [](int rank, Model<>& model, auto& comm) {
-          (void)Way::optimizer(zero::Adam{}, model, comm, {.check_values = rank != 2});
+          (void)Way::optimizer(zero::AdamW{}, model, comm, {.check_values = rank != 2});
         },
         {"settings"});
   }
   SECTION("number of groups") {
     check(
         [](int rank, Model<>& model, auto& comm) {
-          std::vector<zero::Adam> groups(rank == 2 ? 2 : 1);
-          (void)Way::optimizer(zero::Groups<zero::Adam>(groups), model, comm);
+          std::vector<zero::AdamW> groups(rank == 2 ? 2 : 1);
+          (void)Way::optimizer(zero::Groups<zero::AdamW>(groups), model, comm);
         },
         {"groups"});
   }
   SECTION("which state is kept") {
     check([](int rank, Model<>& model,
-             auto& comm) { (void)Way::optimizer(zero::Adam{.amsgrad = rank == 2}, model, comm); },
+             auto& comm) { (void)Way::optimizer(zero::AdamW{.amsgrad = rank == 2}, model, comm); },
           {"state"});
   }
 }
 
+TEST_CASE("construction refuses ranks of different stages", "[misuse]") {
+  using Sharded = ranks::Way<true, zero::Stage1, zero::NoView>;
+  using Replicated = ranks::Way<true, zero::Replicated, zero::NoView>;
+  const auto built = build_on<Sharded>(3, as_they_are, [](int rank, Model<>& model, auto& comm) {
+    if (rank == 2) {
+      (void)Replicated::optimizer(zero::AdamW{}, model, comm);
+    } else {
+      (void)Sharded::optimizer(zero::AdamW{}, model, comm);
+    }
+  });
+  check_refused(built, {"another type", "policies", "rank 2 differs from rank 0"});
+}
+
 TEMPLATE_LIST_TEST_CASE("different initial values pass where nobody compares them", "[misuse]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   const auto built = build_on<Way>(
       2, [](int rank, Model<>& model) { model[0].values()[0] = static_cast<float>(rank); },
       [](int, Model<>& model, auto& comm) {
-        (void)Way::optimizer(zero::Adam{}, model, comm, {.check_values = false});
+        (void)Way::optimizer(zero::AdamW{}, model, comm, {.check_values = false});
       });
   for (const Built& one : built) CHECK(one.failure.text.empty());
 }
@@ -443,7 +442,7 @@ std::vector<std::string> train_with(int world, int culprit, Misuse misuse) {
 }
 
 TEMPLATE_LIST_TEST_CASE("a verb that refuses names the parameter and changes nothing", "[misuse]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   for (const int world : {1, 3}) {
     const auto undisturbed = train_with<Way>(world, -1, [](auto&, Model<>&) {});
@@ -521,7 +520,7 @@ TEMPLATE_LIST_TEST_CASE("a verb that refuses names the parameter and changes not
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("marks that were refused are no marks", "[misuse]", ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("marks that were refused are no marks", "[misuse]", ranks::TwoWays) {
   using Way = TestType;
   // A null gradient refuses to be ready; absent is right for it, and steps without it on this rank.
   std::vector<std::string> ends[2];
@@ -550,7 +549,7 @@ struct Typed {
 };
 
 TEMPLATE_LIST_TEST_CASE("two lanes: a gradient is asked for in its own type", "[misuse]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   if constexpr (std::is_same_v<typename Way::view, zero::NoView>) {
     std::vector<std::vector<Failure>> refused(2);
@@ -591,7 +590,7 @@ TEMPLATE_LIST_TEST_CASE("two lanes: a gradient is asked for in its own type", "[
 }
 
 TEMPLATE_LIST_TEST_CASE("a refused step keeps what was written to a gradient", "[misuse]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   // Micro-steps add to what is there; a step that was refused is none, so they go on adding.
   std::vector<std::vector<int>> adds(2);
@@ -599,7 +598,7 @@ TEMPLATE_LIST_TEST_CASE("a refused step keeps what was written to a gradient", "
     auto& mine = adds[static_cast<std::size_t>(inner.rank())];
     Model<> model = make_model();
     auto comm = Way::wrap(inner);
-    auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
+    auto optimizer = Way::optimizer(zero::AdamW{}, model, comm);
     const auto lease = [&](std::size_t i) { mine.push_back(optimizer.gradient(i).adds() ? 1 : 0); };
     lease(1);
     lease(1);
@@ -693,7 +692,7 @@ void check_refused_step(Options options, zero::Settings settings, Spoil spoil, M
 }
 
 TEMPLATE_LIST_TEST_CASE("where one rank refuses a step, no rank takes it", "[misuse]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   const auto nothing = [](auto&, Model<>&) {};
   SECTION("a lease still open") {
@@ -758,7 +757,7 @@ TEMPLATE_LIST_TEST_CASE("where one rank refuses a step, no rank takes it", "[mis
 }
 
 TEMPLATE_LIST_TEST_CASE("reduced gradients are there on all ranks or on none", "[misuse]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   const zero::Settings settings{.gradients = zero::Gradients::reduced};
   const auto nothing = [](auto&, Model<>&) {};
@@ -783,13 +782,13 @@ TEMPLATE_LIST_TEST_CASE("reduced gradients are there on all ranks or on none", "
 }
 
 TEMPLATE_LIST_TEST_CASE("several ranks that refuse agree on whom to name", "[misuse]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   std::vector<Failure> failures(4);
   ranks::rethrow_any(ranks::run(4, [&](zero::InProcessCommunicator inner) {
     Model<> model = make_model();
     auto comm = Way::wrap(inner);
-    auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
+    auto optimizer = Way::optimizer(zero::AdamW{}, model, comm);
     if (inner.rank() == 1) optimizer.group(0).lr = -1;
     if (inner.rank() == 3) optimizer.group(0).eps = -1;
     for (int tries = 0; tries < 3; ++tries) {

@@ -180,7 +180,7 @@ TEST_CASE("Attack: whatever a parameter is called") {
       {"\"q\"'\\", 2},
       {"line\nbreak\t\x01", 2},
       {std::string("nul\0in", 6), 2},
-      {std::string(1'000'000, 'n'), 2},
+      {std::string(100'000, 'n'), 2},
       {" ", 1},
       {"xxh3_64", 2},
       {".", 1},
@@ -223,7 +223,7 @@ TEST_CASE("Attack: a reader while another saves sees whole checkpoints") {
   std::thread writer([&] {
     zero::run_ranks(2, [&](auto& comm) {
       Trained trained(comm);
-      for (int n = 0; n < 300; ++n) zero::save(trained.steps(1).optimizer, folder.path());
+      for (int n = 0; n < 100; ++n) zero::save(trained.steps(1).optimizer, folder.path());
     });
     done = true;
   });

@@ -48,7 +48,8 @@ Model<> make_model() {
   return model;
 }
 
-/// One rank at a stage, whose communicator may go wrong.
+/// One rank at a stage, the first or the last: stage 2 shards gradients as the last does, whose
+/// communicator may go wrong.
 template <class StageType>
 struct Rank {
   using Stage = StageType;
@@ -198,7 +199,6 @@ void check_all_misuse() {
 
 TEST_CASE("Save and load amid a step are refused on all ranks, and change nothing") {
   SECTION("stage 1") { check_all_misuse<zero::Stage1>(); }
-  SECTION("stage 2") { check_all_misuse<zero::Stage2>(); }
   SECTION("stage 3") { check_all_misuse<zero::Stage3>(); }
 }
 
@@ -284,7 +284,7 @@ void check_steps_beside(const Folder& folder) {
         {.timeout = 500ms});
     for (const Failure& failure : failures) {
       INFO(name << ": " << failure.text);
-      // At stages 2 and 3 a step waits over a communicator of its own.
+      // At stage 3 a step waits over a communicator of its own.
       CHECK((failure.kind == Kind::usage || failure.kind == Kind::communicator));
     }
   }
@@ -298,7 +298,6 @@ TEST_CASE("A rank that steps while others save or load: an error on each, and no
   });
   const Files before = files_of(folder / "saved");
   check_steps_beside<zero::Stage1>(folder);
-  check_steps_beside<zero::Stage2>(folder);
   check_steps_beside<zero::Stage3>(folder);
   CHECK(files_of(folder / "saved") == before);
 }
@@ -311,7 +310,7 @@ std::vector<Failure> save_at(const Folder& folder, const std::function<Path(int)
                              bool async) {
   std::vector<Failure> failures(world);
   Files before;
-  const auto said = said_by_ranks<zero::Stage2>([&](auto& rank) -> std::string {
+  const auto said = said_by_ranks<zero::Stage3>([&](auto& rank) -> std::string {
     rank.step(0);
     zero::save(rank.optimizer, folder / "saved");
     if (rank.rank == 0) before = files_of(folder / "saved");
@@ -375,7 +374,7 @@ TEST_CASE("A rank that writes to another folder: the save fails on all, and leav
 TEST_CASE("save_async: what was there at the call is saved, although training went on") {
   const Folder folder;
   const auto run = [&](bool async) {
-    return said_by_ranks<zero::Stage2>([&](auto& rank) {
+    return said_by_ranks<zero::Stage3>([&](auto& rank) {
       rank.step(0);
       rank.step(1);
       if (async) {

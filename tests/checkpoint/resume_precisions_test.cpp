@@ -75,8 +75,7 @@ TEST_CASE("Resume: optimizers of whole tensors") {
       .add<Way<Floats, BalancedPartition, NoView, Replicated>>();
   CHECK(lamb.wrongs(1) == none);
   Family<zero::Muon> muon(runs::make_matrices(), {{.lr = 0.01}});
-  muon.add<Way<Floats, BalancedPartition, ParamView, Stage1>>()
-      .add<Way<Floats, BalancedPartition, ParamView, Stage3>>();
+  muon.add<Way<Floats, BalancedPartition, ParamView, Stage3>>();
   CHECK(muon.wrongs(1) == none);
 }
 

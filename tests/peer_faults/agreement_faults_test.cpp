@@ -218,7 +218,7 @@ const std::vector<std::size_t> sizes{31, 3, 17, 1, 40, 11};
 constexpr auto registered = [](int, int) { return std::vector<std::size_t>{0, 1, 2, 3, 4, 5}; };
 
 TEMPLATE_LIST_TEST_CASE("DS #2343: gradients are ready in another order on one rank",
-                        "[peer_faults]", ranks::AllWays) {
+                        "[peer_faults]", ranks::FewWays) {
   using Way = TestType;
   const std::vector<zero::AdamW> rule{zero::AdamW{.lr = 0.05}};
   const Trained right = serial(make_model(sizes), rule, 3, 4);
@@ -235,7 +235,7 @@ TEMPLATE_LIST_TEST_CASE("DS #2343: gradients are ready in another order on one r
 }
 
 TEMPLATE_LIST_TEST_CASE("DS #7044: one gradient is never ready on one rank", "[peer_faults]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   std::vector<Failure> failures(3);
   const Clock::time_point start = Clock::now();
@@ -244,7 +244,7 @@ TEMPLATE_LIST_TEST_CASE("DS #7044: one gradient is never ready on one rank", "[p
       [&](zero::InProcessCommunicator inner) {
         Model<> model = make_model(sizes);
         auto comm = Way::wrap(inner);
-        auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
+        auto optimizer = Way::optimizer(zero::AdamW{}, model, comm);
         failures[static_cast<std::size_t>(inner.rank())] = ranks::attempt([&] {
           for (const std::size_t i : {5, 4, 3, 1, 0}) optimizer.mark_ready(i);
           if (inner.rank() == 1) return;  // waits for parameter 2 and never comes to its step
@@ -276,7 +276,7 @@ struct SlowUpdates {
 };
 
 TEMPLATE_LIST_TEST_CASE("DS #2463, LC: a gather waits for a slow rank's update", "[peer_faults]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   const std::vector<zero::AdamW> rule{zero::AdamW{.lr = 0.05}};
   const Trained right = serial(make_model(sizes), rule, 3, 3);
@@ -301,14 +301,14 @@ TEMPLATE_LIST_TEST_CASE("DS #2463, LC: a gather waits for a slow rank's update",
 }
 
 TEMPLATE_LIST_TEST_CASE("FS #380, #483: state is found under its own parameter's name",
-                        "[peer_faults]", ranks::AllWays) {
+                        "[peer_faults]", ranks::FewWays) {
   using Way = TestType;
   for (const int world : {1, 2, 3, 5}) {
     INFO("world " << world);
     // Groups {0, 2, 4} and {1, 3, 5}, all sizes different.
     const Model<> model = make_model(sizes, 2);
-    const std::vector<zero::Adam> adam{zero::Adam{.lr = 0.05, .beta1 = 0.8},
-                                       zero::Adam{.lr = 0.01, .beta2 = 0.9, .weight_decay = 0.1}};
+    const std::vector<zero::AdamW> adam{zero::AdamW{.lr = 0.05, .beta1 = 0.8},
+                                        zero::AdamW{.lr = 0.01, .beta2 = 0.9, .weight_decay = 0.1}};
     check_equal<Way>(train<Way>(model, adam, world, 3, always, registered),
                      serial(model, adam, world, 3));
     const std::vector<zero::Sgd> sgd{zero::Sgd{.lr = 0.1, .momentum = 0.9},
@@ -324,7 +324,7 @@ TEMPLATE_LIST_TEST_CASE("FS #380, #483: state is found under its own parameter's
 }
 
 TEMPLATE_LIST_TEST_CASE("a gradient that is absent everywhere, and one that is on some ranks",
-                        "[peer_faults]", ranks::AllWays) {
+                        "[peer_faults]", ranks::FewWays) {
   using Way = TestType;
   constexpr Present some = [](int rank, int step, std::size_t i) {
     if (i == 2) return step != 1;              // nowhere in step 1: not stepped, count frozen
@@ -338,19 +338,19 @@ TEMPLATE_LIST_TEST_CASE("a gradient that is absent everywhere, and one that is o
   check_equal<Way>(train<Way>(make_model(sizes), rule, 3, 4, some, registered), right);
 }
 
-TEMPLATE_LIST_TEST_CASE("PT #54318: ranks with fewer batches", "[peer_faults]", ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("PT #54318: ranks with fewer batches", "[peer_faults]", ranks::TwoWays) {
   using Way = TestType;
   // Rank r has 3 + r batches; afterwards it says that all its gradients are absent.
   constexpr Present uneven = [](int rank, int step, std::size_t) { return step < 3 + rank; };
-  const std::vector<zero::Adam> rule{zero::Adam{.lr = 0.05}};
+  const std::vector<zero::AdamW> rule{zero::AdamW{.lr = 0.05}};
   check_equal<Way>(train<Way>(make_model(sizes), rule, 3, 5, uneven, registered),
                    serial(make_model(sizes), rule, 3, 5, uneven));
 }
 
 TEMPLATE_LIST_TEST_CASE("DS #129, #8297: fewer elements than ranks, and empty tensors",
-                        "[peer_faults]", ranks::AllWays) {
+                        "[peer_faults]", ranks::FewWays) {
   using Way = TestType;
-  const std::vector<zero::Adam> rule{zero::Adam{.lr = 0.05}};
+  const std::vector<zero::AdamW> rule{zero::AdamW{.lr = 0.05}};
   const auto unmarked = [](int, int) { return std::vector<std::size_t>{}; };
   check_equal<Way>(train<Way>(make_model({3}), rule, 8, 3, always, unmarked),
                    serial(make_model({3}), rule, 8, 3));
@@ -362,13 +362,13 @@ TEMPLATE_LIST_TEST_CASE("DS #129, #8297: fewer elements than ranks, and empty te
 }
 
 TEMPLATE_LIST_TEST_CASE("an empty tensor's gradient is leased like any other", "[peer_faults]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   std::vector<std::size_t> leased(2, 99);
   ranks::rethrow_any(ranks::run(2, [&](zero::InProcessCommunicator inner) {
     Model<> model = make_model({4, 0});
     auto comm = Way::wrap(inner);
-    auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
+    auto optimizer = Way::optimizer(zero::AdamW{}, model, comm);
     leased[static_cast<std::size_t>(inner.rank())] = optimizer.gradient(1).values().size();
     optimizer.mark_ready(1);
     optimizer.step();
@@ -377,7 +377,7 @@ TEMPLATE_LIST_TEST_CASE("an empty tensor's gradient is leased like any other", "
 }
 
 TEMPLATE_LIST_TEST_CASE("a tied parameter's gradient counts where one of its uses was marked",
-                        "[peer_faults]", ranks::MainWays) {
+                        "[peer_faults]", ranks::TwoWays) {
   using Way = TestType;
   // One use is absent, the other says nothing: it counts as ready, for the store shows a gradient.
   std::vector<std::int64_t> stepped(2, -1);
@@ -386,7 +386,7 @@ TEMPLATE_LIST_TEST_CASE("a tied parameter's gradient counts where one of its use
     model.emplace_back("again", std::vector<std::size_t>{4}, zero::Attributes{.alias = 0});
     model.back().take_values(model[0].values());
     auto comm = Way::wrap(inner);
-    auto optimizer = Way::optimizer(zero::Adam{}, model, comm);
+    auto optimizer = Way::optimizer(zero::AdamW{}, model, comm);
     optimizer.mark_absent(0);
     optimizer.step();
     optimizer.mark_absent(0);
@@ -444,7 +444,8 @@ template <class Way, class T>
 int not_skipped(int world, const std::vector<int>& culprits, double bad, zero::Settings settings) {
   std::vector<int> wrong(static_cast<std::size_t>(world));
   on_ranks<Way, T>(
-      world, sizes, zero::AdamW{.lr = 0.05}, settings, [&](int rank, auto& model, auto& optimizer) {
+      world, sizes, zero::Sgd{.lr = 0.05, .momentum = 0.9}, settings,
+      [&](int rank, auto& model, auto& optimizer) {
         int& mine = wrong[static_cast<std::size_t>(rank)];
         ranks::draw_gradients(model, rank, 0);
         if (!optimizer.step().outcome().applied) ++mine;
@@ -472,7 +473,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 
 TEMPLATE_LIST_TEST_CASE("FS #179, ColossalAI #1175: infinite on one rank, skipped on all",
-                        "[peer_faults]", ranks::MainWays) {
+                        "[peer_faults]", ranks::TwoWays) {
   using Way = TestType;
   const zero::Settings scaled{.loss_scale = zero::LossScale::fixed(4)};
   CHECK(not_skipped<Way, float>(4, {1}, infinity, scaled) == 0);
@@ -480,13 +481,13 @@ TEMPLATE_LIST_TEST_CASE("FS #179, ColossalAI #1175: infinite on one rank, skippe
 }
 
 TEMPLATE_LIST_TEST_CASE("DS #8415: a bfloat16 NaN on rank 2 is seen", "[peer_faults]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   CHECK(not_skipped<Way, zero::bfloat16>(4, {2}, nan, {}) == 0);
 }
 
 TEMPLATE_LIST_TEST_CASE("PT #88015: two ranks find something, and it's skipped still",
-                        "[peer_faults]", ranks::MainWays) {
+                        "[peer_faults]", ranks::TwoWays) {
   using Way = TestType;
   const zero::Settings checked{.finite_check = zero::FiniteCheck::always};
   for (const double bad : {infinity, nan}) {
@@ -527,7 +528,7 @@ std::vector<Clipped> clip_once(int world, const std::vector<std::size_t>& of_siz
 }
 
 TEMPLATE_LIST_TEST_CASE("LC PR 524: a norm over nothing but owned gradients", "[peer_faults]",
-                        ranks::AllWays) {
+                        ranks::FewWays) {
   using Way = TestType;
   const auto gradient = [](std::size_t k) { return static_cast<double>(k + 1); };
   const std::vector<std::vector<std::size_t>> splits{{10}, {1, 2, 3, 4}, {9, 1}};
@@ -550,7 +551,7 @@ TEMPLATE_LIST_TEST_CASE("LC PR 524: a norm over nothing but owned gradients", "[
 }
 
 TEMPLATE_LIST_TEST_CASE("FS #263: squares of float16 gradients are no float16s", "[peer_faults]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   const auto gradient = [](std::size_t) { return 5000.0; };
   for (const int world : {1, 2, 4}) {
@@ -563,7 +564,7 @@ TEMPLATE_LIST_TEST_CASE("FS #263: squares of float16 gradients are no float16s",
   }
 }
 
-TEMPLATE_LIST_TEST_CASE("LBANN #2376: nothing counts K times", "[peer_faults]", ranks::MainWays) {
+TEMPLATE_LIST_TEST_CASE("LBANN #2376: nothing counts K times", "[peer_faults]", ranks::TwoWays) {
   using Way = TestType;
   // Gradients whose mean over 1, 2 or 4 equal ones is exact. More ranks than elements, too.
   const auto gradient = [](std::size_t k) { return static_cast<double>(k % 7) - 3.5; };
@@ -610,7 +611,7 @@ void check_small_summands(int world) {
 }
 
 TEMPLATE_LIST_TEST_CASE("DS #1800: small summands over many ranks", "[peer_faults]",
-                        ranks::MainWays) {
+                        ranks::TwoWays) {
   using Way = TestType;
   check_small_summands<Way>(8);
   check_small_summands<Way>(257);
