@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "zero/optim/sgd.hpp"
+#include "zero/stage.hpp"
 #include "zero/zero_sharded.hpp"
 
 namespace {
@@ -140,6 +141,29 @@ TEST_CASE("A sparse gradient is refused on all ranks, in backward and in step") 
     embedding->weight.mutable_grad() = torch::ones({5, 2});
     optimizer.step();
     require(optimizer.steps() == 1, "stepped");
+  });
+}
+
+TEST_CASE("A gradient that is changed after backward is refused, since it may have been sent") {
+  after_a_step([](auto& net, Params&, auto& optimizer, auto& comm) {
+    const TorchHooks hooks{optimizer};
+    net->forward(batch(comm.rank(), 1)).sum().backward();
+    if (comm.rank() == 1) net->first->weight.mutable_grad().mul_(0.5);  // as clip_grad_norm_ does
+    check_refused(optimizer, *net, {"'first.weight'", "changed after backward", "clip_grad_norm"});
+    optimizer.step();  // what is there now, marked or not
+  });
+}
+
+TEST_CASE("At stage 3 a backward without its values is refused") {
+  on_ranks(2, [&](zero::InProcessCommunicator& comm) {
+    const auto net = std::make_shared<Net>();
+    Params params{net};
+    zero::ZeroSharded optimizer{zero::Sgd{.lr = 1}, params, comm, zero::Stage3{}};
+    const TorchHooks hooks{optimizer};
+    const ranks::Failure failure =
+        ranks::attempt([&] { net->forward(batch(comm.rank(), 0)).sum().backward(); });
+    require(failure.kind == ranks::Failure::Kind::usage, "refused: " + failure.text);
+    require(failure.text.find("unit 0 is not acquired") != std::string::npos, failure.text);
   });
 }
 

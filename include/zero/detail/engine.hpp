@@ -356,6 +356,19 @@ class Engine {
     }
   }
 
+  /// For who marks out of a backward pass: throws where that can't have read parameter i's values.
+  void require_values(std::size_t i, const char* verb) {
+    if constexpr (Stage::shards_values && !State::on_device) {
+      const std::scoped_lock lock(mutex_);
+      const int unit = state_.parameters[state_.parameters[i].leader].attributes.unit;
+      if (way_.values().is_there(unit)) return;
+      throw UsageError(std::string(verb) + ": " + state_.name_of(i) +
+                       " has a gradient, but its unit " + std::to_string(unit) +
+                       " is not acquired, so that its values were not there; at stage 3 call "
+                       "acquire(unit) before forward and release(unit) after backward");
+    }
+  }
+
   // Queries.
 
   [[nodiscard]] State& state() noexcept { return state_; }

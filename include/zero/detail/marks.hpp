@@ -43,7 +43,9 @@ class Marks {
   /// Throws unless parameter i may be marked now.
   void require_markable(std::size_t i, const char* verb) const {
     if (state_[i].mark != Mark::none) {
-      refuse(verb, i, "was marked already in this step; mark each parameter once, then step");
+      refuse(verb, i,
+             "was marked already in this step; mark each parameter once, then step; several "
+             "backward passes make one step within accumulate()");
     }
     if (state_[i].leased) refuse(verb, i, "is still leased; end the lease on its gradient first");
   }

@@ -76,6 +76,12 @@ class UnitResidence {
     if (follower(last_) == u) held.arrival = fetch(held.unit);
   }
 
+  /// Whether a unit's values are in their place: it is held, or stays.
+  [[nodiscard]] bool is_there(int id) const {
+    const std::size_t u = find(id);
+    return units_[u].holds > 0 || !comes_and_goes(u);
+  }
+
   /// Throws `UsageError` where a unit is still held.
   void require_none_held(const char* verb) const {
     for (const Held& held : units_) {

@@ -81,6 +81,10 @@ class UnitValues {
     residence_.release(
         unit, [&](const Unit& u) { let_go(u); }, [&](const Unit& u) { return fetch(u); });
   }
+  [[nodiscard]] bool is_there(int id) {
+    const std::scoped_lock lock(mutex_);
+    return residence_.is_there(id);
+  }
   /// Throws `UsageError` where a unit is still held.
   void require_none_held(const char* verb) {
     const std::scoped_lock lock(mutex_);

@@ -33,8 +33,9 @@ namespace zero {
 /// @endcode
 ///
 /// One `backward()` a step: for more, `ZeroSharded::accumulate`. After it gradients may have been
-/// sent, so leave them alone until the step, which refuses where one was replaced or set to none;
-/// clip by `ZeroSharded::clip_grad_norm`. What a mark throws comes out of `backward()`. Ends before
+/// sent, so leave them alone until the step, which refuses where one was changed, replaced or set
+/// to none; clip by `ZeroSharded::clip_grad_norm`. At stage 3 a parameter's unit is acquired while
+/// backward makes its gradient. What a mark throws comes out of `backward()`. Ends before
 /// its optimizer does, whose store is a `BasicTorchParams`; parameters that `add_param_group` adds
 /// need new hooks. Not to be made or destroyed during a `backward()`.
 class TorchHooks {
@@ -46,7 +47,7 @@ class TorchHooks {
     const auto hook = [&](std::size_t i, std::vector<std::size_t> marks) {
       auto accumulator = ::torch::autograd::impl::grad_accumulator(params[i].tensor());
       auto mark = std::make_unique<MarkReady<std::remove_reference_t<decltype(engine)>>>(
-          engine, params[i].tensor(), std::move(marks));
+          engine, params[i], std::move(marks));
       const std::uintptr_t key = accumulator->add_post_hook(std::move(mark));
       hooks_.push_back({std::move(accumulator), key});
     };
@@ -71,19 +72,26 @@ class TorchHooks {
   template <class Engine>
   class MarkReady : public ::torch::autograd::FunctionPostHook {
    public:
-    MarkReady(Engine& engine, const ::at::Tensor& tensor, std::vector<std::size_t> marks)
-        : engine_(&engine), tensor_(tensor.unsafeGetTensorImpl()), marks_(std::move(marks)) {}
+    template <class Param>
+    MarkReady(Engine& engine, const Param& param, std::vector<std::size_t> marks)
+        : engine_(&engine),
+          tensor_(param.tensor().unsafeGetTensorImpl()),
+          watch_(param.watch()),
+          marks_(std::move(marks)) {}
     ::torch::autograd::variable_list operator()(const ::torch::autograd::variable_list& outputs,
                                                 const ::torch::autograd::variable_list&) override {
       // A function's backward may return no tensor at all.
       if (!tensor_->grad().defined()) return outputs;
+      engine_->require_values(marks_.front(), "backward");
       for (const std::size_t i : marks_) engine_->mark(i, detail::Mark::ready);
+      watch_->begin(tensor_->grad());
       return outputs;
     }
 
    private:
     Engine* engine_;
-    ::at::TensorImpl* tensor_;        ///< its accumulator, and so this hook, keeps it alive
+    ::at::TensorImpl* tensor_;  ///< its accumulator, and so this hook, keeps it alive
+    std::shared_ptr<detail::TorchWatch> watch_;
     std::vector<std::size_t> marks_;  ///< the parameter, and others that are the same tensor
   };
 

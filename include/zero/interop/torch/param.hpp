@@ -9,6 +9,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <sstream>
@@ -24,6 +25,28 @@
 #include "zero/parameter.hpp"
 
 namespace zero {
+
+namespace detail {
+
+/// Notices writes to a gradient that has been marked: by what the framework counts, so not those
+/// to plain memory.
+class TorchWatch {
+ public:
+  void begin(const ::at::Tensor& gradient) {
+    version_ = gradient.defined() && !gradient.is_inference() ? gradient._version() : none;
+  }
+  /// Ends it. Whether the gradient was written to since it began.
+  [[nodiscard]] bool end(const ::at::Tensor& gradient) {
+    const std::int64_t then = std::exchange(version_, none);
+    return then != none && gradient.defined() && gradient._version() != then;
+  }
+
+ private:
+  static constexpr std::int64_t none = -1;
+  std::int64_t version_ = none;
+};
+
+}  // namespace detail
 
 /// A leaf tensor in host memory, with a name. It is a handle: copies mean the same tensor. The
 /// optimizer moves its values by `set_data`, so the tensor stays the one that modules, graphs and
@@ -101,6 +124,9 @@ class BasicTorchParam {
     tensor_.mutable_grad() = bound_;
   }
   void release_gradient() { tensor_.mutable_grad().reset(); }
+
+  /// For hooks, which may outlive this handle.
+  [[nodiscard]] const std::shared_ptr<detail::TorchWatch>& watch() const noexcept { return watch_; }
 
   /// Another tensor with the same storage, which gets a gradient of its own: it is added to this
   /// one's. `BasicTorchParams` finds these.
@@ -201,6 +227,7 @@ class BasicTorchParam {
   ::at::Tensor tensor_;
   std::vector<std::size_t> shape_{};
   std::vector<::at::Tensor> ties_{};
+  std::shared_ptr<detail::TorchWatch> watch_ = std::make_shared<detail::TorchWatch>();
   mutable ::at::Tensor bound_{};  ///< where `rebind_gradient` put the gradient
   std::size_t group_;
   Attributes attributes_{};

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -57,6 +58,12 @@ class BasicTorchParams {
       : module_(&module), keeps_module_(module.weak_from_this().lock()) {
     (void)append_new(0);
   }
+  /// Of a module's holder or pointer.
+  template <class Pointer>
+    requires requires(Pointer& pointer) {
+      { *pointer } -> std::convertible_to<::torch::nn::Module&>;
+    }
+  explicit BasicTorchParams(Pointer& module) : BasicTorchParams(*module) {}
   explicit BasicTorchParams(const Named& tensors) { append_all(tensors, 0); }
   /// Their names are their indices.
   explicit BasicTorchParams(const std::vector<::at::Tensor>& tensors) {
@@ -97,7 +104,8 @@ class BasicTorchParams {
   }
 
   /// What every step begins with. Throws `UsageError` where the module's parameters are no longer
-  /// those that are here, or where one has been unfrozen. Tells autograd that values are about to
+  /// those that are here, where one has been unfrozen, or where a gradient has been changed since a
+  /// hook marked it. Tells autograd that values are about to
   /// change, so that a graph of before the step can't be used after it.
   void before_step() {
     if (module_ != nullptr && identities() != in_module_) refuse_change();
@@ -107,6 +115,17 @@ class BasicTorchParams {
                          "' requires gradients now, but did not when its optimizer was made, which "
                          "has no state for it; make the optimizer anew");
       }
+    }
+    std::string written;
+    for (const Param& param : params_) {
+      if (param.watch()->end(param.tensor().grad()) && written.empty()) written = param.name();
+    }
+    if (!written.empty()) {
+      throw UsageError(
+          "parameter '" + written +
+          "' had its gradient changed after backward, when it may have been sent; leave "
+          "gradients alone between backward and step: clip by the optimizer's "
+          "clip_grad_norm, and scale the loss instead");
     }
     for (const Param& param : params_) {
       if (!param.attributes().frozen) param.tensor().unsafeGetTensorImpl()->bump_version();
