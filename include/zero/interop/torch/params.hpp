@@ -3,6 +3,10 @@
 /// A libtorch module's parameters, or any list of tensors, as a store.
 #pragma once
 
+// First, or clang can't read libtorch 1.13 as C++20: a vector of this type is used before it is
+// defined.
+#include <ATen/core/ivalue.h>
+
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 

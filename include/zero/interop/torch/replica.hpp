@@ -4,6 +4,10 @@
 /// optimizer that knows of no ranks. The parameters' own values: `broadcast_values`.
 #pragma once
 
+// First, or clang can't read libtorch 1.13 as C++20: a vector of this type is used before it is
+// defined.
+#include <ATen/core/ivalue.h>
+
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
