@@ -2,6 +2,9 @@
 // What tests on libtorch share. To be included before other headers.
 #pragma once
 
+// First, or clang can't read libtorch 1.13 as C++20.
+#include <ATen/core/ivalue.h>
+
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/module.h>
