@@ -139,7 +139,7 @@ void add_options(CLI::App& app, Options& options) {
   };
   word("--model", options.model, {"conv", "transformer"}, "what to train");
   word("--communicator", options.communicator, {"threads", "mpi"},
-       "what ranks are: threads, or the processes that mpirun started");
+       "what ranks are: threads, or the processes that mpirun started (which it then is)");
   word("--mode", options.mode, {"replicated", "sharded", "compare"},
        "where the optimizer's state is: on every rank, spread over them, or one after the other");
   word("--optimizer", options.optimizer, {"adamw", "torch-adamw"},
@@ -190,6 +190,10 @@ int main(int argc, char** argv) {
     }
     if (options.optimizer == "torch-adamw" && options.stage != 1) {
       throw bert::InputError("--optimizer torch-adamw was compiled for --stage 1 alone");
+    }
+    if (processes == 0 && options.communicator == "mpi") {
+      std::fprintf(stderr, "libtorch_train: one process is one rank; for more: mpirun -n 2 %s …\n",
+                   argv[0]);
     }
     return run(options, speaks);
   } catch (const bert::InputError& error) {
