@@ -24,16 +24,14 @@ namespace zero {
 
 /// Tells where an optimizer of libtorch's keeps its state. To wrap one of your own in a
 /// `TorchOptimizer`, specialise it with
-///  1. `Options` and `State`: its `OptimizerOptions` and its `OptimizerParamState`. The optimizer
-///  is
+///  1. `Options` and `State`: its `OptimizerOptions` and its `OptimizerParamState`. It is
 ///     constructed from a `std::vector<at::Tensor>`, which may be empty, and `Options`.
 ///  2. `static constexpr std::array<std::string_view, N> slots`: the names of the tensors in a
 ///     `State`. Each has as many elements as its parameter, and its type.
 ///  3. `static std::array<at::Tensor*, N> tensors(State&)`: where they are, in the same order.
 ///  4. optionally `static std::size_t used_slots(const Options&)`: how many of the leading slots
 ///     these options need. Default: all.
-///  5. optionally `static void set_step(State&, std::int64_t)`, where it counts a parameter's
-///  steps.
+///  5. optionally `static void set_step(State&, std::int64_t)`, where it counts steps.
 ///  6. optionally `name` and `for_each_option(options, f)`, which checkpoints use, as items 3a and
 ///     3b of zero/optimizer.hpp say.
 ///
