@@ -1,5 +1,5 @@
 # cmake -D VARIANT=wrong|twin -D COMPILER=… -D PRECOMPILED=… -D INCLUDE=… -D SOURCE=…
-#       [-D CUDA_INCLUDE=…] -P check.cmake
+#       [-D CUDA_INCLUDE=…] [-D TORCH_INCLUDE=…] -P check.cmake
 
 file(STRINGS ${SOURCE} line REGEX "^// expect: " LIMIT_COUNT 1)
 if(NOT line MATCHES "^// expect: (.+)$")
@@ -16,6 +16,12 @@ if(name MATCHES "^cuda_")
   get_filename_component(tests ${CMAKE_CURRENT_LIST_DIR} DIRECTORY)
   list(APPEND define -DZERO_CUDA_EMULATED=1 -I ${tests} -include ${tests}/fake/emulation.hpp)
   foreach(directory IN LISTS CUDA_INCLUDE)
+    list(APPEND define -isystem ${directory})
+  endforeach()
+endif()
+if(name MATCHES "^torch_")
+  list(REMOVE_ITEM TORCH_INCLUDE /usr/include)  # whose order against g++'s own headers matters
+  foreach(directory IN LISTS TORCH_INCLUDE)
     list(APPEND define -isystem ${directory})
   endforeach()
 endif()
