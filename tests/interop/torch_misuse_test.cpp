@@ -279,6 +279,20 @@ TEST_CASE("A module and its gradients outlive their optimizer") {
   CHECK(net->scale.grad().defined());
 }
 
+TEST_CASE("Hooks whose optimizer is gone say so") {
+  on_ranks(1, [&](zero::InProcessCommunicator& comm) {
+    const auto net = std::make_shared<Net>();
+    Params params{*net};
+    using Optimizer = decltype(zero::ZeroSharded{zero::Sgd{.lr = 1}, params, comm});
+    auto optimizer = std::make_unique<Optimizer>(zero::Sgd{.lr = 1}, params, comm);
+    const TorchHooks hooks{*optimizer};
+    optimizer.reset();
+    const ranks::Failure failure = ranks::attempt([&] { net->scale.backward(); });
+    require(failure.kind == ranks::Failure::Kind::usage, "refused: " + failure.text);
+    require(failure.text.find("is gone") != std::string::npos, failure.text);
+  });
+}
+
 TEST_CASE("Modules that differ between ranks are refused on all") {
   on_ranks(3, [&](zero::InProcessCommunicator& comm) {
     const auto net = std::make_shared<Net>();

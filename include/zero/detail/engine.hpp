@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <ranges>
@@ -371,6 +372,8 @@ class Engine {
 
   // Queries.
 
+  /// Expires with this, for who may be called after it.
+  [[nodiscard]] std::weak_ptr<const void> life() const noexcept { return life_; }
   [[nodiscard]] State& state() noexcept { return state_; }
   /// `f(state)` while no verb runs.
   template <class F>
@@ -734,6 +737,7 @@ class Engine {
   bool gave_up_ = false;   ///< the peers have been told
   bool failed_ = false;    ///< no rank can go on
   std::string failure_{};  ///< why
+  std::shared_ptr<const char> life_ = std::make_shared<const char>();
   static auto way_of() {
     if constexpr (State::on_device) {
       return std::type_identity<DeviceStep<State>>{};

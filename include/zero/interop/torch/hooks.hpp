@@ -16,6 +16,7 @@
 
 #include "zero/detail/join_scope.hpp"
 #include "zero/detail/marks.hpp"
+#include "zero/error.hpp"
 #include "zero/interop/torch/params.hpp"
 
 namespace zero {
@@ -75,11 +76,18 @@ class TorchHooks {
     template <class Param>
     MarkReady(Engine& engine, const Param& param, std::vector<std::size_t> marks)
         : engine_(&engine),
+          life_(engine.life()),
           tensor_(param.tensor().unsafeGetTensorImpl()),
           watch_(param.watch()),
           marks_(std::move(marks)) {}
     ::torch::autograd::variable_list operator()(const ::torch::autograd::variable_list& outputs,
                                                 const ::torch::autograd::variable_list&) override {
+      if (life_.expired()) {
+        throw UsageError(
+            "backward: the optimizer whose gradients these zero::TorchHooks mark is gone; let "
+            "hooks "
+            "end before their optimizer does (declare them after it)");
+      }
       // A function's backward may return no tensor at all.
       if (!tensor_->grad().defined()) return outputs;
       engine_->require_values(marks_.front(), "backward");
@@ -90,6 +98,7 @@ class TorchHooks {
 
    private:
     Engine* engine_;
+    std::weak_ptr<const void> life_;
     ::at::TensorImpl* tensor_;  ///< its accumulator, and so this hook, keeps it alive
     std::shared_ptr<detail::TorchWatch> watch_;
     std::vector<std::size_t> marks_;  ///< the parameter, and others that are the same tensor
