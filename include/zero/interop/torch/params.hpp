@@ -64,14 +64,14 @@ class BasicTorchParams {
       { *pointer } -> std::convertible_to<::torch::nn::Module&>;
     }
   explicit BasicTorchParams(Pointer& module) : BasicTorchParams(*module) {}
-  explicit BasicTorchParams(const Named& tensors) { append_all(tensors, 0); }
+  explicit BasicTorchParams(const Named& tensors) { append(tensors, 0); }
   /// Their names are their indices.
   explicit BasicTorchParams(const std::vector<::at::Tensor>& tensors) {
     Named named;
     for (const ::at::Tensor& tensor : tensors) {
       named.emplace_back(std::to_string(named.size()), tensor);
     }
-    append_all(named, 0);
+    append(named, 0);
   }
 
   [[nodiscard]] auto begin() noexcept { return params_.begin(); }
@@ -84,7 +84,21 @@ class BasicTorchParams {
 
   /// More tensors; `ZeroSharded::add_param_group` makes them known to an optimizer that is there
   /// already. Where this throws `UsageError`, as `BasicTorchParam` does, nothing is appended.
-  void append(const Named& tensors, std::size_t group) { append_all(tensors, group); }
+  void append(const Named& tensors, std::size_t group) {
+    std::unordered_map<const void*, std::size_t> by_storage;
+    std::vector<Param> all = params_;
+    const auto note = [&](std::size_t i) {
+      const ::at::Tensor& tensor = all[i].tensor();
+      return tensor.numel() == 0 ? i : by_storage.try_emplace(tensor.data_ptr(), i).first->second;
+    };
+    for (std::size_t i = 0; i < all.size(); ++i) (void)note(i);
+    for (const auto& [name, tensor] : tensors) {
+      all.emplace_back(name, tensor, group);
+      const std::size_t leader = note(all.size() - 1);
+      if (leader != all.size() - 1) tie(all[leader], all.back(), leader);
+    }
+    params_ = std::move(all);
+  }
 
   /// Appends those of the module's parameters that are not here yet, in its order; returns how
   /// many. Throws as `append`.
@@ -97,7 +111,7 @@ class BasicTorchParams {
         if (!known.contains(identity_of(item.value())))
           added.emplace_back(item.key(), item.value());
       }
-      append_all(added, group);
+      append(added, group);
       in_module_ = identities();
     }
     return added.size();
@@ -105,8 +119,8 @@ class BasicTorchParams {
 
   /// What every step begins with. Throws `UsageError` where the module's parameters are no longer
   /// those that are here, where one has been unfrozen, or where a gradient has been changed since a
-  /// hook marked it. Tells autograd that values are about to
-  /// change, so that a graph of before the step can't be used after it.
+  /// hook marked it. Tells autograd that values are about to change, so that a graph of before the
+  /// step can't be used after it.
   void before_step() {
     if (module_ != nullptr && identities() != in_module_) refuse_change();
     for (const Param& param : params_) {
@@ -143,21 +157,6 @@ class BasicTorchParams {
     return all;
   }
 
-  void append_all(const Named& tensors, std::size_t group) {
-    std::unordered_map<const void*, std::size_t> by_storage;
-    std::vector<Param> all = params_;
-    const auto note = [&](std::size_t i) {
-      const ::at::Tensor& tensor = all[i].tensor();
-      return tensor.numel() == 0 ? i : by_storage.try_emplace(tensor.data_ptr(), i).first->second;
-    };
-    for (std::size_t i = 0; i < all.size(); ++i) (void)note(i);
-    for (const auto& [name, tensor] : tensors) {
-      all.emplace_back(name, tensor, group);
-      const std::size_t leader = note(all.size() - 1);
-      if (leader != all.size() - 1) tie(all[leader], all.back(), leader);
-    }
-    params_ = std::move(all);
-  }
   void tie(Param& leader, Param& other, std::size_t index) {
     if (leader.tensor().numel() != other.tensor().numel() ||
         leader.tensor().scalar_type() != other.tensor().scalar_type()) {
