@@ -10,53 +10,14 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/hash.hpp"
 #include "zero/detail/inspect.hpp"
-#include "zero/error.hpp"
 #include "zero/parameter.hpp"
 
 namespace zero {
-
-namespace detail {
-
-/// All ranks of all groups, where there are several.
-template <class Comm>
-decltype(auto) all_ranks_of(Comm& comm) {
-  if constexpr (ReplicatedCommunicator<Comm>) {
-    return (comm.world());
-  } else {
-    return (comm);
-  }
-}
-
-/// Throws `UsageError` on all ranks where one refuses, or `mine` isn't the same number on all.
-/// @param refusal why this rank can't go on, or empty
-template <class Comm>
-void require_alike(Comm& comm, std::uint64_t mine, const std::string& what,
-                   const std::string& refusal = {}) {
-  struct Message {
-    std::uint64_t number;
-    Text refusal;
-  };
-  const Message message{mine, to_text(refusal)};
-  const std::vector<Message> all = exchange_all(comm, std::span(&message, 1));
-  if (!refusal.empty()) throw UsageError(refusal);
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].refusal.front() == '\0') continue;
-    throw UsageError("rank " + std::to_string(r) +
-                     " refused, so nothing has changed: " + all[r].refusal.data());
-  }
-  for (std::size_t r = 1; r < all.size(); ++r) {
-    if (all[r].number != all[0].number)
-      throw UsageError(what + " differ between ranks 0 and " + std::to_string(r));
-  }
-}
-
-}  // namespace detail
 
 /// Collective: every parameter's values become those of rank `root`, frozen ones' too. Optimizers
 /// ask for equal values; this makes them so where ranks initialised theirs by chance. To be called

@@ -99,12 +99,45 @@ struct Digest {
   Text refusal{};              ///< why this rank can't be constructed; empty if it can
 };
 
+/// Those who must agree: the ranks of all groups, where there are several.
+template <class Comm>
+decltype(auto) all_ranks_of(Comm& comm) {
+  if constexpr (ReplicatedCommunicator<Comm>) {
+    return (comm.world());
+  } else {
+    return (comm);
+  }
+}
+
 /// Every rank's `mine`, in rank order.
 template <class T, HostExchange C>
 std::vector<T> exchange_all(C& comm, std::span<const T> mine) {
   std::vector<T> all(mine.size() * static_cast<std::size_t>(comm.size()));
   comm.exchange(std::as_bytes(mine), std::as_writable_bytes(std::span(all))).wait();
   return all;
+}
+
+/// Throws `UsageError` on all ranks where one refuses, or `mine` isn't the same number on all.
+/// @param refusal why this rank can't go on, or empty
+template <class Comm>
+void require_alike(Comm& comm, std::uint64_t mine, const std::string& what,
+                   const std::string& refusal = {}) {
+  struct Message {
+    std::uint64_t number;
+    Text refusal;
+  };
+  const Message message{mine, to_text(refusal)};
+  const std::vector<Message> all = exchange_all(comm, std::span(&message, 1));
+  if (!refusal.empty()) throw UsageError(refusal);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].refusal.front() == '\0') continue;
+    throw UsageError("rank " + std::to_string(r) +
+                     " refused, so nothing has changed: " + all[r].refusal.data());
+  }
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    if (all[r].number != all[0].number)
+      throw UsageError(what + " differ between ranks 0 and " + std::to_string(r));
+  }
 }
 
 /// The first part of what ranks that share memory show each other: looked at before anything else.

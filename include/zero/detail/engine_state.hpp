@@ -123,13 +123,7 @@ struct EngineState : EngineIdentity {
   [[nodiscard]] int world() { return comm().size(); }
   [[nodiscard]] int rank() { return comm().rank(); }
   /// Those who must agree and whose gradients are summed: the ranks of all groups.
-  [[nodiscard]] auto& everyone() noexcept {
-    if constexpr (has_replicas) {
-      return comm().world();
-    } else {
-      return comm();
-    }
-  }
+  [[nodiscard]] auto& everyone() noexcept { return all_ranks_of(comm()); }
   [[nodiscard]] int all_ranks() { return everyone().size(); }
   [[nodiscard]] bool alone() { return all_ranks() == 1; }
   [[nodiscard]] std::string name_of(std::size_t i) const { return quoted(i, parameters[i].name); }

@@ -108,13 +108,7 @@ class UnitValues {
 
   [[nodiscard]] Comm& comm() { return *comm_; }
   /// All ranks of all groups.
-  [[nodiscard]] auto& everyone() {
-    if constexpr (State::has_replicas) {
-      return comm_->world();
-    } else {
-      return *comm_;
-    }
-  }
+  [[nodiscard]] auto& everyone() { return all_ranks_of(*comm_); }
 
   /// Collective: prepares for the layout. Nothing may be on its way.
   void rebuild() {

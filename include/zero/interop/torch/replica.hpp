@@ -15,18 +15,14 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <sstream>
 #include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "zero/broadcast.hpp"
 #include "zero/communicator.hpp"
 #include "zero/detail/agreement.hpp"
 #include "zero/detail/hash.hpp"
@@ -113,7 +109,7 @@ void average_gradients(BasicTorchParams<T...>& params, Comm& comm,
   static_assert(!ReplicatedCommunicator<Comm>,
                 "zero: average_gradients takes a communicator of all ranks, not one of groups");
   const ::c10::InferenceMode off(false);  // backward adds to the gradients that are made here
-  std::vector<std::uint8_t> mine(params.size()), all(params.size() * std::size_t(comm.size()));
+  std::vector<std::uint8_t> mine(params.size());
   std::string refusal;
   detail::Hash shapes;
   try {
@@ -132,7 +128,7 @@ void average_gradients(BasicTorchParams<T...>& params, Comm& comm,
   detail::require_alike(comm, shapes.value(),
                         "average_gradients: the parameters' sizes, types, ties or frozen ones",
                         refusal);
-  comm.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))).wait();
+  const auto all = detail::exchange_all(comm, std::span<const std::uint8_t>(mine));
   const auto somewhere = [&](std::size_t i) {
     for (std::size_t at = i; at < all.size(); at += params.size()) {
       if (all[at] != 0) return true;
